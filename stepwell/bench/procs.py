@@ -1,0 +1,70 @@
+"""What /proc says about the processes of one process group (Linux only)."""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_PROC = Path("/proc")
+_SHM_PREFIX = "/dev/shm/vllm_offload_"
+
+
+def group_pids(group: int) -> list[int]:
+    """Returns the living processes of a process group; zombies do not count."""
+    pids = []
+    for pid in _all_pids():
+        try:
+            stat = (_PROC / str(pid) / "stat").read_text()
+        except OSError:  # it ended meanwhile
+            continue
+        # The command, in parentheses, may itself hold spaces and parentheses.
+        state, _, process_group = stat.rpartition(")")[2].split()[:3]
+        if int(process_group) == group and state != "Z":
+            pids.append(pid)
+    return pids
+
+
+def read_bytes_physical(group: int) -> int:
+    """Returns the bytes that the group's processes made storage deliver, page cache excluded.
+
+    This is `read_bytes` of /proc/PID/io; reads from tmpfs or a network file system are not in it.
+    """
+    total = 0
+    for pid in group_pids(group):
+        try:
+            lines = (_PROC / str(pid) / "io").read_text().splitlines()
+        except OSError:
+            continue
+        fields = dict(line.split(": ", 1) for line in lines)
+        total += int(fields["read_bytes"])
+    return total
+
+
+def offload_files(pids: Iterable[int]) -> set[Path]:
+    """Returns vLLM's shared offload files in /dev/shm that any of the processes has mapped."""
+    found = set()
+    for pid in pids:
+        try:
+            lines = (_PROC / str(pid) / "maps").read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            start = line.find(_SHM_PREFIX)
+            if start >= 0 and line.endswith(".mmap"):  # else "(deleted)": nothing is left behind
+                found.add(Path(line[start:]))
+    return found
+
+
+def remove_stale(files: set[Path]) -> list[Path]:
+    """Removes those of `files` that no living process has mapped; returns what was removed."""
+    removed = []
+    for path in sorted(files - offload_files(_all_pids())):
+        try:
+            path.unlink()
+        except OSError:
+            continue
+        removed.append(path)
+    return removed
+
+
+def _all_pids() -> Iterator[int]:
+    return (int(name) for name in os.listdir(_PROC) if name.isdigit())

@@ -1,0 +1,147 @@
+"""The demo's report: a paragraph, a table and a last line for people; JSON for programs."""
+
+import textwrap
+from collections.abc import Sequence
+
+from stepwell.bench.results import DISK, SOURCES, VLLM_FS, DemoResult, Row
+from stepwell.settings import format_bytes
+
+_WIDTH = 100
+_HEADER = (
+    "mode", "conc.", "TTFT p50", "p90", "p99", "out tok/s",
+    "computed", "device", "host", "disk", "read", "from drive", "answers",
+)  # fmt: skip
+
+
+def to_json(result: DemoResult) -> dict[str, object]:
+    """Returns the result as JSON values."""
+    return {
+        "model": result.model,
+        "prompt_tokens": result.prompt_tokens,
+        "sessions": result.sessions,
+        "rows": [_row_json(row) for row in result.rows],
+        "speedup_ttft_p50": {str(key): value for key, value in result.speedups().items()},
+        "accounted": result.accounted,
+        "configuration": dict(result.configuration),
+    }
+
+
+def to_text(result: DemoResult) -> str:
+    """Returns the report for people, lines of at most 110 characters."""
+    paragraph = textwrap.fill(_configuration(result), _WIDTH)
+    table = format_table(_HEADER, [_cells(row) for row in result.rows])
+    notes = (
+        "TTFT in seconds from sending to the first token. computed, device, host, disk: prompt "
+        "tokens by where their keys and values came from. read: bytes that the tier reports; "
+        "from drive: bytes that the drive delivered to the engine's processes, page cache "
+        "excluded. answers: token for token as recomputed."
+    )
+    parts = [paragraph, table, textwrap.fill(notes, _WIDTH), textwrap.fill(verdict(result), _WIDTH)]
+    if result.kept is not None:
+        parts.insert(3, f"Kept: {result.kept}")
+    return "\n\n".join(parts)
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligns cells in columns, the first to the left, the others to the right."""
+    widths = [max(len(row[idx]) for row in [header, *rows]) for idx in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cells[0].ljust(widths[0])]
+        padded += [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])
+
+
+def verdict(result: DemoResult) -> str:
+    """Says in words how much sooner the first token came and whether all adds up."""
+    parts = [_speed_sentence(result), _account_sentence(result), _answers_sentence(result)]
+    return " ".join(part for part in parts if part)
+
+
+def _row_json(row: Row) -> dict[str, object]:
+    return {
+        "mode": row.mode,
+        "concurrency": row.concurrency,
+        "ttft_p50_s": row.percentile(50),
+        "ttft_p90_s": row.percentile(90),
+        "ttft_p99_s": row.percentile(99),
+        "output_tokens_per_s": row.output_tokens_per_s,
+        "tokens": {source: getattr(row.tokens, source) for source in SOURCES},
+        "bytes_read": row.bytes_read,
+        "bytes_read_physical": row.bytes_read_physical,
+        "answers_equal": row.answers_equal,
+    }
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row.mode,
+        str(row.concurrency),
+        *(f"{row.percentile(percent):.3f}" for percent in (50, 90, 99)),
+        f"{row.output_tokens_per_s:.1f}",
+        *(str(getattr(row.tokens, source)) for source in SOURCES),
+        format_bytes(row.bytes_read),
+        format_bytes(row.bytes_read_physical),
+        "equal" if row.answers_equal else "DIFFER",
+    ]
+
+
+def _configuration(result: DemoResult) -> str:
+    c = result.configuration
+    return (
+        f"{result.model}, {c['dtype']}; {result.sessions} sessions of {result.prompt_tokens} "
+        f"prompt tokens, {c['output_tokens']} output tokens each, greedy. KV cache: "
+        f"{format_bytes(int(str(c['kv_bytes_per_token'])))} per token. Every engine is a process "
+        f"of its own, warmed up with other tokens, {c['threads']} compute thread(s) on a "
+        f"{c['cpus']}-CPU machine ({c['cpu']}). Store: {c['file_system']} on {c['device']}, page "
+        f"cache of its files dropped before each reading. Stepwell {c['stepwell']}, vLLM "
+        f"{c['vllm']}, torch {c['torch']}, Python {c['python']}."
+    )
+
+
+def _speed_sentence(result: DemoResult) -> str:
+    def times(mode: str) -> str:
+        return ", ".join(
+            f"{_times(factor)} at concurrency {concurrency}"
+            for concurrency, factor in result.speedups(mode).items()
+        )
+
+    sentence = ""
+    if times(DISK):
+        sentence = f"From disk the first token came {times(DISK)} than by recomputing (p50)."
+    if times(VLLM_FS):
+        sentence += f" With vLLM's own fs tier: {times(VLLM_FS)}."
+    return sentence
+
+
+def _times(factor: float) -> str:
+    if factor >= 1:
+        return f"{factor:.1f} times sooner"
+    return f"{1 / factor:.1f} times LATER"
+
+
+def _account_sentence(result: DemoResult) -> str:
+    asked = sum(row.tokens_asked for row in result.rows)
+    reused = sum(row.tokens.reused for row in result.rows)
+    wrong = [row for row in result.rows if not row.accounted]
+    if not wrong:
+        return (
+            f"Every reused token is accounted for: of {asked} prompt tokens asked {reused} were "
+            "reused, and the tokens by source add up in every row."
+        )
+    rows = ", ".join(
+        f"{row.mode} at {row.concurrency}: {row.tokens.total} of {row.tokens_asked}"
+        for row in wrong
+    )
+    return f"NOT every token is accounted for: tokens by source of tokens asked: {rows}."
+
+
+def _answers_sentence(result: DemoResult) -> str:
+    if result.answers_equal:
+        return "All answers were equal."
+    rows = ", ".join(
+        f"{row.mode} at {row.concurrency}" for row in result.rows if not row.answers_equal
+    )
+    return f"Answers DIFFER from recomputation: {rows}."

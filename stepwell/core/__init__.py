@@ -1,0 +1,1 @@
+"""Pure values: keys, roots, the on-storage record, jobs and results. No I/O."""

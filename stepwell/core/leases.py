@@ -1,0 +1,105 @@
+"""Leases: time-bounded rights to use chunks. A leased chunk is not evicted.
+
+There are no reference counts: a lease that is never released runs out by itself.
+"""
+
+import heapq
+import threading
+from collections.abc import Callable, Iterable
+from types import TracebackType
+
+from stepwell.core.keys import Key
+
+__all__ = ["Lease", "LeaseTable"]
+
+
+class LeaseTable:
+    """Which keys are leased until when.
+
+    Args:
+        now: monotonic seconds.
+
+    Threading: any thread. Cost: one lock per call; `held` is a dictionary look-up.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+        self._leases: dict[Key, dict[int, float]] = {}
+        self._expiries: list[tuple[float, int, tuple[Key, ...]]] = []
+        self._next_id = 0
+
+    def acquire(self, keys: Iterable[Key], ttl_s: float) -> "Lease":
+        """Lease keys for ``ttl_s`` seconds (> 0), whether or not any tier holds them."""
+        if ttl_s <= 0:
+            raise ValueError(f"a lease lasts for some time: ttl_s={ttl_s}")
+        names = tuple(keys)
+        with self._lock:
+            lease_id = self._next_id
+            self._next_id += 1
+            self._forget_expired()
+            expires_s = self._now() + ttl_s
+            heapq.heappush(self._expiries, (expires_s, lease_id, names))
+            for key in names:
+                self._leases.setdefault(key, {})[lease_id] = expires_s
+        return Lease(self, lease_id, names, expires_s)
+
+    def release(self, lease_id: int, keys: Iterable[Key]) -> None:
+        """Give a lease back before it runs out; harmless if it has."""
+        with self._lock:
+            self._drop(lease_id, keys)
+
+    def held(self, key: Key) -> bool:
+        """Whether any lease on ``key`` is running."""
+        with self._lock:
+            holders = self._leases.get(key)
+            if holders is None:
+                return False
+            now_s = self._now()
+            return any(expires_s > now_s for expires_s in holders.values())
+
+    def _forget_expired(self) -> None:
+        # Every acquire cleans up after those that ran out, so that the table stays bounded by
+        # the leases of one time-to-live even if nobody ever releases one.
+        now_s = self._now()
+        while self._expiries and self._expiries[0][0] <= now_s:
+            _, lease_id, keys = heapq.heappop(self._expiries)
+            self._drop(lease_id, keys)
+
+    def _drop(self, lease_id: int, keys: Iterable[Key]) -> None:
+        for key in keys:
+            holders = self._leases.get(key)
+            if holders is not None and holders.pop(lease_id, None) is not None and not holders:
+                del self._leases[key]
+
+
+class Lease:
+    """A running lease; a context manager that gives it back at the end.
+
+    Attributes:
+        keys: what is leased.
+        expires_s: on the table's clock.
+    """
+
+    def __init__(
+        self, table: LeaseTable, lease_id: int, keys: tuple[Key, ...], expires_s: float
+    ) -> None:
+        self._table = table
+        self._lease_id = lease_id
+        self.keys = keys
+        self.expires_s = expires_s
+
+    def release(self) -> None:
+        """Give it back; may be called twice."""
+        self._table.release(self._lease_id, self.keys)
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()

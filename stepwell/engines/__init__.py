@@ -1,0 +1,1 @@
+"""Engines: the only places that know an engine."""

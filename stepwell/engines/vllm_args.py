@@ -1,0 +1,53 @@
+"""The value for vLLM's --kv-transfer-config."""
+
+from stepwell.errors import ConfigError
+from stepwell.settings import Settings, parse_size
+
+__all__ = ["kv_transfer_config"]
+
+MODULE = "stepwell.engines.vllm"
+CPU_MODULE = "stepwell.engines.vllm_cpu"
+
+
+def kv_transfer_config(
+    path: str,
+    capacity: str,
+    *,
+    primary: str = "4GiB",
+    cpu: bool = False,
+    settings: dict[str, object] | None = None,
+) -> dict[str, object]:
+    """What to give to vLLM, checked.
+
+    Args:
+        path: directory of the disk tier.
+        capacity: its size, such as "20GiB".
+        primary: host memory that vLLM copies through, such as "4GiB"; a burst of loads that does
+            not fit in it is recomputed.
+        cpu: for vLLM's CPU backend, which has no offloading of its own.
+        settings: further settings of the tier, by the names of `Settings.parse`.
+
+    Raises:
+        ConfigError: a value is wrong.
+    """
+    tier: dict[str, object] = {"path": path, "capacity": capacity, **(settings or {})}
+    Settings.parse(tier)
+    primary_bytes = parse_size(primary, "primary")
+    if primary_bytes < 1 << 20:
+        raise ConfigError(f"primary is at least 1MiB: primary={primary!r}")
+    spec: dict[str, object] = {"spec_name": "TieringOffloadingSpec"}
+    if cpu:
+        spec = {"spec_name": "StepwellCpuTieringSpec", "spec_module_path": CPU_MODULE}
+    return {
+        "kv_connector": "StepwellConnector",
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_both",
+        # A failed read never gets as far as this policy: the tier answers with a miss and vLLM
+        # computes. Should vLLM itself fail to load, it is to compute as well.
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            **spec,
+            "cpu_bytes_to_use": primary_bytes,
+            "secondary_tiers": [{"type": "StepwellTier", "module_path": MODULE, **tier}],
+        },
+    }

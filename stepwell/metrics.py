@@ -1,0 +1,88 @@
+"""Counters with labels: the one place where numbers about a running store are kept."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+__all__ = ["DEFINITIONS", "CounterDefinition", "Metrics"]
+
+
+@dataclass(frozen=True, slots=True)
+class CounterDefinition:
+    """Name, help text and label names of one counter."""
+
+    name: str
+    documentation: str
+    labels: tuple[str, ...]
+
+
+DEFINITIONS: tuple[CounterDefinition, ...] = (
+    CounterDefinition(
+        "lookups",
+        "Chunks that an engine asked for, by answer and reason of a miss.",
+        ("answer", "reason"),
+    ),
+    CounterDefinition(
+        "read_chunks",
+        "Chunks asked of a tier by reads, by outcome and reason.",
+        ("tier", "outcome", "reason"),
+    ),
+    CounterDefinition("read_bytes", "Payload bytes served by a tier.", ("tier",)),
+    CounterDefinition(
+        "write_chunks",
+        "Chunks offered to a tier, by outcome and reason.",
+        ("tier", "outcome", "reason"),
+    ),
+    CounterDefinition("write_bytes", "Payload bytes taken by a tier.", ("tier",)),
+    CounterDefinition("evicted_chunks", "Chunks that left a tier to make room.", ("tier",)),
+    CounterDefinition(
+        "quarantined_chunks",
+        "Records set aside because they were wrong, by reason.",
+        ("tier", "reason"),
+    ),
+    CounterDefinition(
+        "internal_errors", "Exceptions caught at a seam so that the engine goes on.", ("where",)
+    ),
+)
+
+_LABELS: Mapping[str, tuple[str, ...]] = {d.name: d.labels for d in DEFINITIONS}
+
+
+class Metrics:
+    """A table of counters.
+
+    Threading: any thread may call any method. Cost: one lock per call.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[tuple[str, tuple[str, ...]], int] = {}
+
+    def add(self, name: str, labels: tuple[str, ...], amount: int = 1) -> None:
+        """Increase counter ``name``, which `DEFINITIONS` must list, by ``amount`` >= 0."""
+        if len(_LABELS[name]) != len(labels):
+            raise ValueError(f"wrong labels: counter={name} labels={labels}")
+        key = (name, tuple(str(label) for label in labels))
+        with self._lock:
+            self._values[key] = self._values.get(key, 0) + amount
+
+    def value(self, name: str, **labels: str) -> int:
+        """Sum of counter ``name`` over every series that carries the given labels."""
+        names = _LABELS[name]
+        wanted = [(names.index(label), value) for label, value in labels.items()]
+        with self._lock:
+            return sum(
+                amount
+                for (series, values), amount in self._values.items()
+                if series == name and all(values[i] == value for i, value in wanted)
+            )
+
+    def snapshot(self) -> dict[tuple[str, tuple[str, ...]], int]:
+        """A copy of every series."""
+        with self._lock:
+            return dict(self._values)
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, str], int]]:
+        """Every series as (name, labels, value), sorted."""
+        for (name, values), amount in sorted(self.snapshot().items()):
+            yield name, dict(zip(_LABELS[name], values, strict=True)), amount

@@ -1,0 +1,1 @@
+"""Looking after a store from outside: what lies there, and is it whole."""

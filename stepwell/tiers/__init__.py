@@ -1,0 +1,1 @@
+"""Tiers: one module per medium; each is a `stepwell.tiers.base.Tier` of five methods."""

@@ -1,0 +1,71 @@
+"""The tier interface, and what every tier is handed at construction."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from stepwell.clock import Clock, SystemClock
+from stepwell.core.keys import Key
+from stepwell.core.leases import LeaseTable
+from stepwell.core.registry import RootRegistry
+from stepwell.core.types import Job, JobResult, Lookup
+from stepwell.metrics import Metrics
+
+__all__ = ["Tier", "TierContext"]
+
+
+@dataclass(frozen=True)
+class TierContext:
+    """What the tiers of one store share."""
+
+    clock: Clock = field(default_factory=SystemClock)
+    metrics: Metrics = field(default_factory=Metrics)
+    registry: RootRegistry = field(default_factory=RootRegistry)
+    leases: LeaseTable = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "leases", LeaseTable(self.clock.monotonic))
+
+
+class Tier(Protocol):
+    """A place where chunks are kept. `stepwell.testing.TierContract` is the full contract.
+
+    Threading: one thread calls; a tier's own threads do the work. No method but `close` waits
+        for I/O, hashes a payload or touches a directory.
+    Ownership: from `submit` until `poll` reports the job, its buffers belong to the tier. After
+        the report the tier never touches them again.
+    Errors: after construction no method raises for what a medium does; outcomes are values.
+        `submit` raises ClosedError after `close`.
+    Cost: `contains` and `submit` O(chunks), `poll` O(finished jobs).
+    """
+
+    @property
+    def name(self) -> str:
+        """A short word for metrics and reports: "host", "disk"."""
+        ...
+
+    def contains(self, keys: Sequence[Key]) -> list[Lookup]:
+        """HIT, PENDING (being written) or MISS for each key. Changes nothing.
+
+        A HIT is a hint: the read may still be a miss.
+        """
+        ...
+
+    def submit(self, job: Job) -> None:
+        """Begin a job. READ and WRITE move bytes; TOUCH makes chunks recent.
+
+        Every job is reported by `poll` exactly once, whatever happens.
+        """
+        ...
+
+    def poll(self) -> list[JobResult]:
+        """The jobs that ended since the last call."""
+        ...
+
+    def delete(self, keys: Sequence[Key]) -> int:
+        """Invalidate chunks: at once `contains` says MISS, the space follows. Returns how many."""
+        ...
+
+    def close(self) -> None:
+        """Stop. Waits for what has begun, gives up the rest; `poll` still reports all of it."""
+        ...

@@ -1,0 +1,498 @@
+"""The store: several tiers behave as one, and one tier's fault costs no more than that tier."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from stepwell.clock import ManualClock
+from stepwell.core.identity import Identity
+from stepwell.core.keys import Key, make_key
+from stepwell.core.record import record_bytes
+from stepwell.core.types import Chunk, ChunkResult, Direction, JobResult, Lookup, Outcome, Reason
+from stepwell.errors import ClosedError, ConfigError
+from stepwell.settings import Settings
+from stepwell.store import Store
+from stepwell.testing import FaultyTier, buffer_of, key_of, payload_of
+from stepwell.tiers.base import Tier, TierContext
+from stepwell.tiers.disk import DiskTier
+from stepwell.tiers.host import HostTier
+
+SIZE = 4096
+DONE = ChunkResult(Outcome.DONE)
+ABSENT = ChunkResult(Outcome.MISS, Reason.ABSENT)
+BAD = ChunkResult(Outcome.MISS, Reason.CHECKSUM)
+BROKEN = ChunkResult(Outcome.FAILED, Reason.IO_ERROR)
+KEYS = [key_of(f"c{idx}") for idx in range(8)]
+
+
+class Harness:
+    """A store over an upper and a lower tier of DRAM, each wrapped for faults."""
+
+    def __init__(self, upper_chunks: int = 64, lower_chunks: int = 64, **faults: Callable) -> None:
+        self.clock = ManualClock()
+        self.context = TierContext(clock=self.clock)
+        self.upper = FaultyTier(
+            HostTier(upper_chunks * SIZE, self.context), name="upper",
+            **{k.removeprefix("upper_"): v for k, v in faults.items() if k.startswith("upper_")},
+        )  # fmt: skip
+        self.lower = FaultyTier(
+            HostTier(lower_chunks * SIZE, self.context), name="lower",
+            **{k.removeprefix("lower_"): v for k, v in faults.items() if k.startswith("lower_")},
+        )  # fmt: skip
+        self.store = Store([self.upper, self.lower], self.context)
+
+    def write_to(self, tier: Tier, keys: list[Key]) -> None:
+        """Past the store."""
+        inner = Store([tier], self.context)
+        inner.write(chunks_of(keys))
+        (result,) = inner.drain(30)
+        assert result.done
+
+
+def chunks_of(keys: list[Key]) -> list[Chunk]:
+    return [Chunk(key, buffer_of(SIZE, payload_of(key, SIZE))) for key in keys]
+
+
+def wait(store: Store, job_id: int) -> JobResult:
+    ended = store.drain(30)
+    assert [result.job_id for result in ended] == [job_id]
+    assert store.unfinished == 0
+    return ended[0]
+
+
+def write(store: Store, keys: list[Key]) -> JobResult:
+    return wait(store, store.write(chunks_of(keys)))
+
+
+def read(store: Store, keys: list[Key], deadline_s: float = 10.0) -> JobResult:
+    """Read; whatever is DONE must be the right bytes."""
+    chunks = [Chunk(key, buffer_of(SIZE)) for key in keys]
+    result = wait(store, store.read(chunks, deadline_s))
+    for chunk, chunk_result in zip(chunks, result.results, strict=True):
+        if chunk_result.outcome is Outcome.DONE:
+            assert bytes(chunk.buffer) == payload_of(chunk.key, SIZE)
+    return result
+
+
+def present(tier: Tier | Store, keys: list[Key]) -> list[bool]:
+    answers = tier.lookup(keys) if isinstance(tier, Store) else tier.contains(keys)
+    return [answer is Lookup.HIT for answer in answers]
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Harness]]:
+    made: list[Harness] = []
+
+    def factory(*args: int, **faults: Callable) -> Harness:
+        made.append(Harness(*args, **faults))
+        return made[-1]
+
+    yield factory
+    for harness in made:
+        harness.store.close()
+
+
+def nth(*numbers: int, result: ChunkResult = BAD) -> Callable[[int], ChunkResult | None]:
+    return lambda number: result if number in numbers else None
+
+
+# One tier.
+
+
+def test_a_store_of_one_tier(make: Callable[..., Harness]) -> None:
+    harness = make()
+    store = Store([harness.upper], harness.context)
+    assert store.lookup(KEYS) == [Lookup.MISS] * 8
+    assert write(store, KEYS[:4]).results == (DONE,) * 4
+    assert present(store, KEYS) == [True] * 4 + [False] * 4
+    result = read(store, KEYS[2:6])
+    assert result.results == (DONE, DONE, ABSENT, ABSENT)
+    assert result.tiers == ("upper", "upper", "", "")
+    assert result.moved_bytes == 2 * SIZE
+    assert store.delete(KEYS[:1]) == 1
+    assert present(store, KEYS[:2]) == [False, True]
+
+
+def test_a_store_needs_a_tier_and_a_job_a_chunk(make: Callable[..., Harness]) -> None:
+    harness = make()
+    with pytest.raises(ValueError, match="at least one tier"):
+        Store([], harness.context)
+    for call in (harness.store.read, harness.store.write, harness.store.touch):
+        with pytest.raises(ValueError, match="at least one chunk"):
+            call([])
+    assert harness.store.unfinished == 0
+
+
+# Two tiers.
+
+
+def test_writes_go_to_every_tier(make: Callable[..., Harness]) -> None:
+    harness = make()
+    assert write(harness.store, KEYS).results == (DONE,) * 8
+    assert present(harness.upper, KEYS) == present(harness.lower, KEYS) == [True] * 8
+
+
+def test_the_upper_tier_serves_what_both_have(make: Callable[..., Harness]) -> None:
+    harness = make()
+    write(harness.store, KEYS)
+    result = read(harness.store, KEYS)
+    assert result.tiers == ("upper",) * 8
+    assert result.moved_bytes == 8 * SIZE
+
+
+def test_lookup_is_the_best_answer_of_any_tier(make: Callable[..., Harness]) -> None:
+    harness = make()
+    harness.write_to(harness.upper, KEYS[:2])
+    harness.write_to(harness.lower, KEYS[1:4])
+    assert present(harness.store, KEYS) == [True] * 4 + [False] * 4
+    assert present(harness.upper, KEYS) == [True] * 2 + [False] * 6, "a lookup moves nothing"
+
+
+def test_a_read_takes_each_chunk_from_where_it_is_and_copies_it_up(
+    make: Callable[..., Harness],
+) -> None:
+    harness = make()
+    harness.write_to(harness.upper, [KEYS[0], KEYS[3]])
+    harness.write_to(harness.lower, [KEYS[1], KEYS[3], KEYS[5]])
+    result = read(harness.store, KEYS[:6])
+    assert result.results == (DONE, DONE, ABSENT, DONE, ABSENT, DONE)
+    assert result.tiers == ("upper", "lower", "", "upper", "", "lower")
+    assert result.moved_bytes == 4 * SIZE, "what is copied up is no second read"
+    assert present(harness.upper, KEYS[:6]) == [True, True, False, True, False, True]
+    assert read(harness.store, [KEYS[1], KEYS[5]]).tiers == ("upper", "upper")
+
+
+def test_what_does_not_fit_above_is_served_all_the_same(make: Callable[..., Harness]) -> None:
+    harness = make(upper_chunks=2)
+    harness.write_to(harness.lower, KEYS)
+    with harness.context.leases.acquire(KEYS, 60.0):
+        result = read(harness.store, KEYS)
+    assert result.results == (DONE,) * 8
+    assert result.tiers == ("lower",) * 8
+    assert sum(present(harness.upper, KEYS)) == 2
+
+
+def test_a_large_tier_below_a_small_one_keeps_what_was_evicted(
+    make: Callable[..., Harness],
+) -> None:
+    harness = make(upper_chunks=2)
+    for key in KEYS:
+        write(harness.store, [key])
+    assert present(harness.store, KEYS) == [True] * 8
+    assert read(harness.store, KEYS[:2]).tiers == ("lower", "lower")
+
+
+@pytest.mark.parametrize("fault", [BAD, BROKEN, ChunkResult(Outcome.MISS, Reason.VANISHED)])
+def test_a_miss_above_falls_through_to_the_tier_below(
+    make: Callable[..., Harness], fault: ChunkResult
+) -> None:
+    """The upper tier said it has the chunk, and then could not serve it."""
+    harness = make(upper_read_faults=nth(2, 3, result=fault))
+    write(harness.store, KEYS[:4])
+    result = read(harness.store, KEYS[:4])
+    assert result.results == (DONE,) * 4
+    assert result.tiers == ("upper", "lower", "lower", "upper")
+
+
+def test_a_miss_everywhere_has_the_last_tiers_reason(make: Callable[..., Harness]) -> None:
+    harness = make(upper_read_faults=nth(2), lower_read_faults=nth(1, result=BROKEN))
+    write(harness.store, KEYS[:3])
+    result = read(harness.store, KEYS[:3])
+    assert result.results == (DONE, BROKEN, DONE)
+    assert result.tiers == ("upper", "", "upper")
+
+
+def test_a_miss_above_that_nobody_below_has_keeps_its_reason(make: Callable[..., Harness]) -> None:
+    harness = make(upper_read_faults=nth(1))
+    harness.write_to(harness.upper, KEYS[:1])
+    assert read(harness.store, KEYS[:1]).results == (BAD,)
+
+
+def test_every_chunk_may_fail_at_any_place(make: Callable[..., Harness]) -> None:
+    """For every pattern of faults above and below, results stand where they belong."""
+    for pattern in range(64):
+        above = [idx + 1 for idx in range(3) if pattern >> idx & 1]
+        broken_below = [idx for idx in range(3) if pattern >> idx + 3 & 1]
+        order: list[int] = []
+
+        def below(number: int, order: list[int] = order, bad: list[int] = broken_below) -> (
+            ChunkResult | None
+        ):  # fmt: skip
+            return BROKEN if order[number - 1] in bad else None
+
+        harness = make(upper_read_faults=nth(*above), lower_read_faults=below)
+        write(harness.store, KEYS[:3])
+        order += [idx - 1 for idx in above]
+        result = read(harness.store, KEYS[:3])
+        for idx in range(3):
+            fell = idx + 1 in above
+            expected = BROKEN if fell and idx in broken_below else DONE
+            assert result.results[idx] == expected
+            assert result.tiers[idx] == ("" if expected == BROKEN else "lower" if fell else "upper")
+        harness.store.close()
+
+
+def test_a_write_is_done_if_any_tier_took_it(make: Callable[..., Harness]) -> None:
+    refused = ChunkResult(Outcome.FULL, Reason.CAPACITY)
+    harness = make(
+        upper_write_faults=nth(1, 3, result=refused), lower_write_faults=nth(2, 3, result=BROKEN)
+    )
+    result = write(harness.store, KEYS[:4])
+    assert [r.outcome is Outcome.DONE for r in result.results] == [True, True, False, True]
+    assert present(harness.store, KEYS[:4]) == [True, True, False, True]
+
+
+def test_a_failed_copy_up_is_no_failed_read(make: Callable[..., Harness]) -> None:
+    harness = make(upper_write_faults=lambda _: BROKEN)
+    harness.write_to(harness.lower, KEYS[:2])
+    assert read(harness.store, KEYS[:2]).results == (DONE, DONE)
+    assert present(harness.upper, KEYS[:2]) == [False, False]
+
+
+def test_a_read_is_reported_when_its_copies_up_have_ended(make: Callable[..., Harness]) -> None:
+    """Its buffers belong to the store until then."""
+    harness = make()
+    harness.write_to(harness.lower, KEYS[:1])
+    copying = []
+
+    def hold(result: JobResult) -> bool:
+        copying.append(result.direction)
+        return result.direction is Direction.WRITE
+
+    harness.upper.hold = hold
+    job_id = harness.store.read([Chunk(KEYS[0], buffer_of(SIZE))])
+    while Direction.WRITE not in copying:
+        assert harness.store.poll() == []
+    assert harness.store.unfinished == 1
+    harness.upper.hold = lambda _: False
+    assert wait(harness.store, job_id).results == (DONE,)
+
+
+def test_jobs_end_in_any_order_and_are_reported_once(make: Callable[..., Harness]) -> None:
+    harness = make()
+    write(harness.store, KEYS[:1])
+    slow: set[Direction] = {Direction.READ}
+    harness.upper.hold = lambda result: result.direction in slow
+    first = harness.store.read([Chunk(KEYS[0], buffer_of(SIZE))])
+    second = harness.store.write(chunks_of(KEYS[1:2]))
+    third = harness.store.touch(KEYS[:2])
+    early: list[JobResult] = []
+    while len(early) < 2:
+        early += harness.store.poll()
+    assert {result.job_id for result in early} == {second, third}
+    slow.clear()
+    assert wait(harness.store, first).done
+    assert harness.store.poll() == []
+
+
+def test_a_touch_reaches_every_tier(make: Callable[..., Harness]) -> None:
+    harness = make(upper_chunks=3, lower_chunks=3)
+    for key in KEYS[:3]:
+        write(harness.store, [key])
+    result = wait(harness.store, harness.store.touch([KEYS[0], KEYS[7]]))
+    assert result.results == (DONE, ABSENT)
+    assert result.direction is Direction.TOUCH
+    write(harness.store, KEYS[3:4])
+    assert present(harness.upper, KEYS[:4]) == [True, False, True, True]
+    assert present(harness.lower, KEYS[:4]) == [True, False, True, True]
+
+
+def test_delete_reaches_every_tier(make: Callable[..., Harness]) -> None:
+    harness = make()
+    write(harness.store, KEYS)
+    harness.upper.delete(KEYS[:1])
+    assert harness.store.delete(KEYS[:2]) == 3
+    assert present(harness.store, KEYS) == [False, False] + [True] * 6
+
+
+def test_a_lease_holds_in_every_tier_until_it_is_given_back(make: Callable[..., Harness]) -> None:
+    harness = make(upper_chunks=2, lower_chunks=2)
+    write(harness.store, KEYS[:2])
+    with harness.store.acquire(KEYS[:2], 60.0):
+        assert write(harness.store, KEYS[2:3]).results[0].outcome is Outcome.FULL
+        assert present(harness.upper, KEYS[:2]) == present(harness.lower, KEYS[:2]) == [True, True]
+    assert write(harness.store, KEYS[2:3]).done
+
+
+def test_one_deadline_for_all_tiers(make: Callable[..., Harness]) -> None:
+    """A read that a slow upper tier held up began again with its whole deadline below, so that
+    a store of n tiers waited n times as long as it was allowed to."""
+    harness = make(upper_read_faults=lambda _: BAD)
+    write(harness.store, KEYS[:1])
+    waited = []
+
+    def hold(result: JobResult) -> bool:
+        if result.direction is Direction.READ and not waited:
+            waited.append(result)
+            harness.clock.advance(5.5)
+            return True
+        return False
+
+    harness.upper.hold = hold
+    result = read(harness.store, KEYS[:1], deadline_s=5.0)
+    assert result.results == (ChunkResult(Outcome.MISS, Reason.DEADLINE),)
+    assert result.elapsed_s == 5.5
+    assert read(harness.store, KEYS[:1], deadline_s=5.0).tiers == ("lower",)
+
+
+# The end.
+
+
+def test_close_in_the_middle_reports_everything(make: Callable[..., Harness]) -> None:
+    """Reads between the first and the second tier, writes in one tier of two: all are reported."""
+    harness = make(upper_read_faults=lambda _: BAD)
+    write(harness.store, KEYS)
+    jobs = {harness.store.read([Chunk(key, buffer_of(SIZE)) for key in KEYS]) for _ in range(5)}
+    more = [key_of(f"m{idx}") for idx in range(20)]
+    jobs |= {harness.store.write(chunks_of([key])) for key in more}
+    jobs.add(harness.store.touch(KEYS))
+    harness.store.close()
+    ended = harness.store.drain(30)
+    assert sorted(result.job_id for result in ended) == sorted(jobs)
+    for result in ended:
+        if result.direction is Direction.READ:
+            assert {r.outcome for r in result.results} <= {Outcome.MISS}
+    assert harness.store.unfinished == 0
+    harness.store.close()  # harmless
+    for call in (
+        lambda: harness.store.read(chunks_of(KEYS[:1])),
+        lambda: harness.store.write(chunks_of(KEYS[:1])),
+        lambda: harness.store.touch(KEYS[:1]),
+    ):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_a_tier_that_was_closed_below_the_store(make: Callable[..., Harness]) -> None:
+    """A job whose tiers were all closed was never reported."""
+    harness = make()
+    write(harness.store, KEYS[:2])
+    harness.lower.close()
+    assert read(harness.store, KEYS[:2]).done
+    assert write(harness.store, KEYS[2:3]).done
+    harness.upper.close()
+    assert not write(harness.store, KEYS[3:4]).done
+    assert not read(harness.store, KEYS[:1]).done
+    assert not wait(harness.store, harness.store.touch(KEYS[:1])).done
+
+
+# As the settings say.
+
+
+def test_a_store_as_the_settings_say(tmp_path: Path) -> None:
+    """Host over disk; after a restart the disk tier has everything, the host tier fills again."""
+    settings = Settings(tmp_path / "kv", 1 << 20, min_free_bytes=0, host_capacity_bytes=1 << 20)
+    identity = Identity({"model": "m"})
+    for run in range(2):
+        store = Store.open(settings)
+        try:
+            root = store.use_root(identity)
+            keys = [make_key(root, bytes([idx])) for idx in range(4)]
+            assert [tier.name for tier in store.tiers] == ["host", "disk"]
+            if run == 0:
+                assert write(store, keys).done
+            else:
+                assert read(store, keys).tiers == ("disk",) * 4
+            assert read(store, keys).tiers == ("host",) * 4
+        finally:
+            store.close()
+    described = tmp_path / "kv" / "roots" / identity.root.hex() / "root.json"
+    assert Identity.from_json(described.read_text()) == identity
+
+
+def test_a_store_without_a_host_tier(tmp_path: Path) -> None:
+    store = Store.open(Settings(tmp_path / "kv", 1 << 20, min_free_bytes=0))
+    assert [tier.name for tier in store.tiers] == ["disk"]
+    store.close()
+
+
+def test_a_store_that_cannot_be_opened_leaves_nothing(tmp_path: Path) -> None:
+    import threading
+
+    (tmp_path / "file").write_text("mine")
+    before = threading.active_count()
+    with pytest.raises(ConfigError):
+        Store.open(Settings(tmp_path / "file", 1 << 20, host_capacity_bytes=1 << 20))
+    assert threading.active_count() == before
+
+
+# Any history.
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """A small host tier over a disk tier that has room for all, against a set of keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: set[Key] = set()
+        self.deleted: set[Key] = set()
+        self.place = Path(tempfile.mkdtemp(prefix="store-machine-"))
+
+    @initialize()
+    def open(self) -> None:
+        context = TierContext(clock=ManualClock())
+        disk = DiskTier(self.place, 16 * record_bytes(SIZE), context, num_threads=2)
+        self.store = Store([HostTier(3 * SIZE, context), disk], context)
+
+    def teardown(self) -> None:
+        self.store.close()
+        shutil.rmtree(self.place)
+
+    keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=5, unique=True)
+
+    @rule(keys=keys)
+    def write(self, keys: list[Key]) -> None:
+        result = write(self.store, keys)
+        # The disk's space of what was deleted may follow a little later.
+        while not result.done and self.deleted & set(keys):
+            result = write(self.store, keys)
+        assert result.done
+        self.model |= set(keys)
+        disk = self.store.tiers[1]
+        while not all(present(disk, keys)):
+            assert self.deleted & set(keys)
+            write(Store([disk], self.store.context), keys)
+        self.deleted -= set(keys)
+
+    @rule(keys=keys)
+    def read(self, keys: list[Key]) -> None:
+        result = read(self.store, keys)
+        assert [r.outcome is Outcome.DONE for r in result.results] == [
+            key in self.model for key in keys
+        ]
+
+    @rule(keys=keys)
+    def touch(self, keys: list[Key]) -> None:
+        result = wait(self.store, self.store.touch(keys))
+        assert [r.outcome is Outcome.DONE for r in result.results] == [
+            key in self.model for key in keys
+        ]
+
+    @rule(keys=keys)
+    def delete(self, keys: list[Key]) -> None:
+        assert self.store.delete(keys) >= len(self.model & set(keys))
+        self.deleted |= self.model & set(keys)
+        self.model -= set(keys)
+
+    @rule()
+    def restart(self) -> None:
+        self.store.close()
+        self.open()
+        self.deleted.clear()
+
+    @invariant()
+    def lookups_agree(self) -> None:
+        if hasattr(self, "store"):
+            assert present(self.store, KEYS) == [key in self.model for key in KEYS]
+
+
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = hypothesis_settings(
+    max_examples=20, stateful_step_count=25, deadline=None
+)
