@@ -75,6 +75,19 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         "OffloadingParallelConfig",
         ("tp_size", "pp_size", "pcp_size", "dcp_size", "world_size"),
     ),
+    Names(
+        "config/vllm.py",
+        "VllmConfig",
+        (
+            "model_config",
+            "load_config",
+            "cache_config",
+            "lora_config",
+            "speculative_config",
+            "weight_transfer_config",
+            "use_v2_model_runner",
+        ),
+    ),
     Names("v1/core/kv_cache_utils.py", "", ("NONE_HASH", "init_none_hash")),
     Calls(
         "distributed/kv_transfer/kv_connector/v1/offloading_connector.py",

@@ -32,13 +32,19 @@ def describe_engine(
         chunk_bytes: length of one chunk, all workers together.
 
     Raises:
-        ConfigError: something that the keys do not commit to is in use (LoRA), or the weights
-            cannot be fingerprinted.
+        ConfigError: something that the keys do not commit to is in use (LoRA, weights replaced
+            in the running engine), or the weights cannot be fingerprinted.
     """
     if vllm_config.lora_config is not None:
         raise ConfigError(
             "LoRA is on, and vLLM's block keys know an adapter by its name and path, not by its "
             "weights; start the engine without --enable-lora: engine=vllm"
+        )
+    if vllm_config.weight_transfer_config is not None:
+        raise ConfigError(
+            "weight transfer is on, and weights that are replaced in a running engine leave "
+            "Stepwell with the old ones' KV; start the engine without --weight-transfer-config: "
+            "engine=vllm"
         )
     model = vllm_config.model_config
     groups: list[JsonValue] = [

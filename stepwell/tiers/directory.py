@@ -160,7 +160,7 @@ class StoreDirectory:
         if not os.path.exists(marker):
             _write_whole(marker, self.partial_path(), _MARKER_TEXT)
         description = os.path.join(os.path.dirname(os.path.dirname(record_path)), "root.json")
-        if identity is not None and not os.path.exists(description):
+        if identity is not None and _read_identity(description) != identity:
             _write_whole(description, self.partial_path(), identity.to_json() + "\n")
 
     def prune(self, root: Root) -> None:
@@ -204,13 +204,8 @@ class StoreDirectory:
         """The roots that lie here, with their descriptions (None where one cannot be read)."""
         found: dict[Root, Identity | None] = {}
         for root_name, root in self._roots():
-            try:
-                with open(os.path.join(self.roots, root_name, "root.json"), encoding="utf-8") as f:
-                    identity = Identity.from_json(f.read())
-            except (OSError, ValueError):
-                found[root] = None
-            else:
-                found[root] = identity if identity.root == root else None
+            identity = _read_identity(os.path.join(self.roots, root_name, "root.json"))
+            found[root] = identity if identity is not None and identity.root == root else None
         return found
 
     def quarantined(self) -> list[tuple[str, int, float]]:
@@ -332,6 +327,14 @@ def remove_tree(path: str) -> None:
         if error.errno not in (errno.EISDIR, errno.EPERM) or not os.path.isdir(path):
             raise
         shutil.rmtree(path)
+
+
+def _read_identity(path: str) -> Identity | None:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return Identity.from_json(file.read())
+    except (OSError, ValueError):
+        return None
 
 
 def _write_whole(path: str, partial: str, text: str) -> None:

@@ -3,14 +3,17 @@
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from stepwell.core.keys import Key
 from stepwell.core.record import HEADER_BYTES, pad_to_page
 from stepwell.core.types import ChunkResult, Lookup, Outcome, Reason
 from stepwell.testing import Driver, key_of, payload_of
+from stepwell.tiers.index import ChunkIndex
 
 from .conftest import DiskPlace
 
@@ -351,6 +354,30 @@ def test_quarantine_counts_and_is_the_first_to_go(place: DiskPlace) -> None:
     place.check_books()
 
 
+def test_a_record_is_not_counted_twice_while_it_is_set_aside(
+    place: DiskPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a moment it was both leaving and in quarantine, and a full tier above its capacity."""
+    seen: list[int] = []
+    real = ChunkIndex.freed
+
+    def look_and_free(index: ChunkIndex, key: Key) -> int:
+        looking = threading.Thread(target=lambda: seen.append(place.tier.used_bytes))
+        looking.start()
+        looking.join(0.2)  # it may have to wait until both books agree
+        return real(index, key)
+
+    driver = place.open(4)
+    driver.write(KEYS)
+    flip(place.record(BAD), 5000)
+    monkeypatch.setattr(ChunkIndex, "freed", look_and_free)
+    read_checked(driver, KEYS)
+    place.tier.drain(30)
+    while not seen:
+        pass
+    assert seen == [4 * (HEADER_BYTES + 8192)]
+
+
 def test_quarantine_of_an_earlier_run_is_counted(place: DiskPlace) -> None:
     driver = place.open(4)
     driver.write(KEYS)
@@ -390,6 +417,9 @@ def test_a_damaged_description_costs_no_records(place: DiskPlace, damage: str) -
     driver = place.open()
     assert StoreDirectory(place.path).identities() == {root: None}
     assert read_checked(driver, keys) == (DONE,) * 4
+    place.context.registry.add(identity)
+    driver.write([make_key(root, b"one more")])
+    assert StoreDirectory(place.path).identities() == {root: identity}, "written anew"
 
 
 def test_a_root_without_records_is_removed_at_start(place: DiskPlace) -> None:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -296,12 +295,18 @@ def test_free_space_is_not_promised_twice(
     size = record_bytes(SIZE)
     min_free_bytes = 1 << 20
 
+    class AlmostFull:
+        f_frsize = 1
+        f_blocks = 1 << 40
+
+        @property
+        def f_bavail(self) -> int:
+            time.sleep(0.01)  # others ask meanwhile
+            return min_free_bytes + 3 * size + size // 2
+
     class AlmostFullOs(FaultyOs):
         def __getattr__(self, name: str) -> Any:
-            if name != "statvfs":
-                return getattr(os, name)
-            free_bytes = min_free_bytes + 3 * size + size // 2
-            return lambda _: SimpleNamespace(f_bavail=free_bytes, f_frsize=1, f_blocks=1 << 40)
+            return (lambda _: AlmostFull()) if name == "statvfs" else getattr(os, name)
 
     AlmostFullOs(0, 0, False).put_in(monkeypatch)
     driver = place.open(64, payload_bytes=SIZE, min_free_bytes=min_free_bytes, num_threads=8)

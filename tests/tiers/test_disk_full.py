@@ -213,7 +213,7 @@ def test_a_disk_that_becomes_read_only(small: SmallFileSystem, place: DiskPlace)
     forgotten; opening it says what is wrong."""
     from stepwell.errors import ConfigError
 
-    driver = place.open(9, payload_bytes=PAYLOAD_BYTES)
+    driver = place.open(16, payload_bytes=PAYLOAD_BYTES)
     driver.write(KEYS)
     # Files are open for writing, so that only an error makes it read-only; tmpfs knows none.
     options = "remount,abort" if small.kind == "ext4" else "remount,ro"
