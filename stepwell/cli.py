@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     try:
+        if sys.stdout is None:  # closed by whoever started us
+            return _complain("there is nowhere to print to: stdout=closed")
         status = _run(argv)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -318,7 +320,8 @@ def _add_vllm_args(commands: "Commands[_Parser]") -> None:
         "print the value for vLLM's --kv-transfer-config",
         """\
 Print the value for vLLM's --kv-transfer-config: one line of JSON in quotes for the shell, to be
-pasted after the option. Every setting is checked here already. With --json the quotes are left
+pasted after the option. The form of every setting is checked here, drive and memory where the
+engine starts. With --json the quotes are left
 out, which is the form for "$(...)" in a script and for JSON files.""",
         """\
 examples:

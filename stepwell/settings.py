@@ -128,7 +128,7 @@ class Settings:
         host_capacity_bytes: DRAM of Stepwell's own host tier; 0 for none, the default, since
             inside one vLLM engine the primary is the host tier (text: "host_capacity").
         io_threads: threads that read and write, 1 to 256.
-        inflight_writes_bytes: writes beyond this wait nowhere, they are refused
+        inflight_writes_bytes: chunks of writes beyond this wait nowhere, they are refused
             (text: "inflight_writes").
         read_deadline_s: chunks that have not begun by then are misses (text: "read_deadline").
         write_deadline_s: the same for writes (text: "write_deadline").
@@ -143,7 +143,7 @@ class Settings:
     min_free_bytes: int = 1 << 30
     host_capacity_bytes: int = 0
     io_threads: int = 8
-    inflight_writes_bytes: int = 1 << 30
+    inflight_writes_bytes: int = 4 << 30
     read_deadline_s: float = 10.0
     write_deadline_s: float = 30.0
     weights_id: str = ""

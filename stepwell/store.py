@@ -97,17 +97,18 @@ class Store:
             num_threads=settings.io_threads,
             inflight_writes_bytes=settings.inflight_writes_bytes,
         )
-        tiers: list[Tier] = [disk]
-        if settings.host_capacity_bytes:
-            tiers.insert(
-                0,
-                HostTier(
-                    settings.host_capacity_bytes,
-                    context,
-                    inflight_writes_bytes=settings.inflight_writes_bytes,
-                ),
+        if not settings.host_capacity_bytes:
+            return cls([disk], context)
+        try:
+            host = HostTier(
+                settings.host_capacity_bytes,
+                context,
+                inflight_writes_bytes=settings.inflight_writes_bytes,
             )
-        return cls(tiers, context)
+        except RuntimeError:
+            disk.close()
+            raise
+        return cls([host, disk], context)
 
     @property
     def unfinished(self) -> int:

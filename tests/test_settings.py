@@ -25,7 +25,7 @@ def test_defaults() -> None:
     assert settings.min_free_bytes == 1 << 30
     assert settings.host_capacity_bytes == 0
     assert settings.io_threads == 8
-    assert settings.inflight_writes_bytes == 1 << 30
+    assert settings.inflight_writes_bytes == 4 << 30
     assert settings.read_deadline_s == 10.0
     assert settings.write_deadline_s == 30.0
     assert settings.weights_id == ""

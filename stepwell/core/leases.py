@@ -26,7 +26,8 @@ class LeaseTable:
         self._now = now
         self._lock = threading.Lock()
         self._leases: dict[Key, dict[int, float]] = {}
-        self._expiries: list[tuple[float, int, tuple[Key, ...]]] = []
+        self._keys: dict[int, tuple[Key, ...]] = {}
+        self._expiries: list[tuple[float, int]] = []
         self._next_id = 0
 
     def acquire(self, keys: Iterable[Key], ttl_s: float) -> "Lease":
@@ -39,15 +40,16 @@ class LeaseTable:
             self._next_id += 1
             self._forget_expired()
             expires_s = self._now() + ttl_s
-            heapq.heappush(self._expiries, (expires_s, lease_id, names))
+            self._keys[lease_id] = names
+            heapq.heappush(self._expiries, (expires_s, lease_id))
             for key in names:
                 self._leases.setdefault(key, {})[lease_id] = expires_s
         return Lease(self, lease_id, names, expires_s)
 
-    def release(self, lease_id: int, keys: Iterable[Key]) -> None:
+    def release(self, lease_id: int) -> None:
         """Give a lease back before it runs out; harmless if it has."""
         with self._lock:
-            self._drop(lease_id, keys)
+            self._drop(lease_id)
 
     def held(self, key: Key) -> bool:
         """Whether any lease on ``key`` is running."""
@@ -63,11 +65,14 @@ class LeaseTable:
         # the leases of one time-to-live even if nobody ever releases one.
         now_s = self._now()
         while self._expiries and self._expiries[0][0] <= now_s:
-            _, lease_id, keys = heapq.heappop(self._expiries)
-            self._drop(lease_id, keys)
+            self._drop(heapq.heappop(self._expiries)[1])
+        if len(self._expiries) > 64 + 2 * len(self._keys):
+            # Mostly of leases that were given back.
+            self._expiries = [entry for entry in self._expiries if entry[1] in self._keys]
+            heapq.heapify(self._expiries)
 
-    def _drop(self, lease_id: int, keys: Iterable[Key]) -> None:
-        for key in keys:
+    def _drop(self, lease_id: int) -> None:
+        for key in self._keys.pop(lease_id, ()):
             holders = self._leases.get(key)
             if holders is not None and holders.pop(lease_id, None) is not None and not holders:
                 del self._leases[key]
@@ -91,7 +96,7 @@ class Lease:
 
     def release(self) -> None:
         """Give it back; may be called twice."""
-        self._table.release(self._lease_id, self.keys)
+        self._table.release(self._lease_id)
 
     def __enter__(self) -> "Lease":
         return self

@@ -52,6 +52,8 @@ class Reason(StrEnum):
     LAYOUT = "layout"
     NOT_A_FILE = "not_a_file"
     EXPIRED = "expired"
+    UNREAD = "unread"
+    """There, but the engine never had it read: no room in the primary, cancelled, not needed."""
     # Writes.
     CAPACITY = "capacity"
     MIN_FREE = "min_free"

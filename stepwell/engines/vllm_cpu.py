@@ -9,8 +9,10 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import torch
 from vllm.v1.kv_offload.base import (
@@ -23,6 +25,10 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from stepwell.engines.vllm_check import reported
+from stepwell.errors import ConfigError
+from stepwell.settings import format_bytes
 
 __all__ = ["MemoryCopyWorker", "StepwellCpuTieringSpec"]
 
@@ -86,11 +92,9 @@ class MemoryCopyWorker(OffloadingWorker):
 
     def wait(self, job_ids: set[int]) -> None:
         """Wait until these jobs have ended."""
-        for job_id in job_ids:
-            with self._lock:
-                future = self._running.get(job_id)
-            if future is not None:
-                future.result()
+        with self._lock:
+            running = [self._running[job_id] for job_id in job_ids if job_id in self._running]
+        futures.wait(running)
 
     def shutdown(self) -> None:
         """End the running copies and give the memory back."""
@@ -115,6 +119,20 @@ class MemoryCopyWorker(OffloadingWorker):
         self, job_id: int, device: GPULoadStoreSpec, host: LoadStoreSpec, to_host: bool
     ) -> None:
         began_s = time.monotonic()
+        moved_bytes: int | None = None
+        try:
+            moved_bytes = self._copy(device, host, to_host)
+        finally:
+            # vLLM ends with an assertion on a failed copy; without a result it would wait.
+            with self._lock:
+                self._running.pop(job_id, None)
+                self._finished.append(
+                    TransferResult(
+                        job_id, moved_bytes is not None, moved_bytes, time.monotonic() - began_s
+                    )
+                )
+
+    def _copy(self, device: GPULoadStoreSpec, host: LoadStoreSpec, to_host: bool) -> int:
         moved_bytes = 0
         for group_idx, block_id, row, offset in self._pairs(device, host):
             for tensor_idx in self._tensor_idxs[group_idx]:
@@ -127,11 +145,7 @@ class MemoryCopyWorker(OffloadingWorker):
                 else:
                     block.copy_(cell)
                 moved_bytes += page_bytes
-        with self._lock:
-            self._running.pop(job_id, None)
-            self._finished.append(
-                TransferResult(job_id, True, moved_bytes, time.monotonic() - began_s)
-            )
+        return moved_bytes
 
     def _pairs(
         self, device: GPULoadStoreSpec, host: LoadStoreSpec
@@ -153,6 +167,16 @@ class StepwellCpuTieringSpec(TieringOffloadingSpec):
     """vLLM's TieringOffloadingSpec with `MemoryCopyWorker` in place of the CUDA one."""
 
     _worker: OffloadingWorker | None
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if self.num_chunks < 1:
+            with reported():
+                raise ConfigError(
+                    "the primary is smaller than one chunk: "
+                    f"primary={format_bytes(int(self.extra_config['cpu_bytes_to_use']))} "
+                    f"chunk={format_bytes(self.kv_bytes_per_chunk)}"
+                )
 
     def get_manager(self) -> OffloadingManager:
         """vLLM's manager; takes the primary's file name away once everybody has mapped it."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,15 @@ from stepwell.engines.weights import fingerprint
 from stepwell.errors import ConfigError
 
 __all__ = ["describe_engine", "with_hash"]
+
+
+# Of vLLM's variables those that change what is computed by more than rounding.
+_ENVIRONMENT = (
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+)
 
 
 def describe_engine(
@@ -46,7 +56,40 @@ def describe_engine(
             "Stepwell with the old ones' KV; start the engine without --weight-transfer-config: "
             "engine=vllm"
         )
+    fields = {
+        "engine": "vllm",
+        "engine_version": _engine_version(),
+        "platform": _platform(),
+        **_model_fields(vllm_config, weights_id),
+        **_layout_fields(vllm_config, kv_cache_config, offloading_config),
+        "chunk_bytes": chunk_bytes,
+    }
+    return Identity(fields, {"model": str(vllm_config.model_config.model)})
+
+
+def _model_fields(vllm_config: Any, weights_id: str) -> dict[str, JsonValue]:
     model = vllm_config.model_config
+    config = _without_origin(model.hf_config.to_dict())
+    fields: dict[str, JsonValue] = {
+        "weights": weights_id or _weights(model, vllm_config.load_config),
+        "loader": _loader(model, vllm_config.load_config),
+        "model_config": _digest(config),
+        "model_dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": _digest([model.quantization, model.quantization_config])
+        if model.quantization or model.quantization_config
+        else None,
+        "speculative": _speculative(vllm_config),
+        "multimodal": _digest(repr(model.multimodal_config)) if model.multimodal_config else None,
+        "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+    }
+    if _rope_depends_on_length(config):
+        fields["max_model_len"] = model.max_model_len
+    return fields
+
+
+def _layout_fields(
+    vllm_config: Any, kv_cache_config: Any, offloading_config: Any
+) -> dict[str, JsonValue]:
     groups: list[JsonValue] = [
         {
             "tokens_per_block": group.tokens_per_block,
@@ -56,35 +99,23 @@ def describe_engine(
         for group in offloading_config.groups
     ]
     parallel = offloading_config.parallel
-    fields: dict[str, JsonValue] = {
-        "engine": "vllm",
-        "engine_version": _engine_version(),
-        "platform": _platform(),
-        "weights": weights_id or _weights(model, vllm_config.load_config),
-        "model_config": _digest(model.hf_config.to_dict()),
-        "model_dtype": str(model.dtype).removeprefix("torch."),
-        "quantization": _digest([model.quantization, model.quantization_config])
-        if model.quantization or model.quantization_config
-        else None,
+    return {
         "kv_dtype": offloading_config.model.dtype,
         "kv_cache_layout": offloading_config.kv_cache_layout,
         "canonical_layout": offloading_config.canonical_layout,
         "kv_groups": groups,
         "block_tokens": offloading_config.cache.tokens_per_hash,
         "blocks_per_chunk": offloading_config.cache.blocks_per_chunk,
-        "chunk_bytes": chunk_bytes,
         "tp": parallel.tp_size,
         "pp": parallel.pp_size,
+        "pp_partition": os.environ.get("VLLM_PP_LAYER_PARTITION"),
         "prefill_cp": parallel.pcp_size,
         "decode_cp": parallel.dcp_size,
+        "cp_interleave": vllm_config.parallel_config.cp_kv_cache_interleave_size,
         "replicated": offloading_config.replicated_layout,
         "model_runner": "v2" if vllm_config.use_v2_model_runner else "v1",
-        "speculative": _speculative(vllm_config.speculative_config),
         "hash_algorithm": vllm_config.cache_config.prefix_caching_hash_algo,
     }
-    if _rope_depends_on_length(model.hf_config.to_dict()):
-        fields["max_model_len"] = model.max_model_len
-    return Identity(fields, {"model": str(model.model)})
 
 
 def with_hash(identity: Identity, first_hash: bytes) -> Identity:
@@ -125,20 +156,42 @@ def _platform() -> str:
     return f"cpu:{torch.backends.cpu.get_cpu_capability()}:amx={amx}"
 
 
+def _loader(model: Any, load_config: Any) -> str:
+    """Which files are loaded, and by whose code: the fingerprint covers all that lie there."""
+    return _digest(
+        [
+            str(load_config.load_format),
+            load_config.ignore_patterns,
+            load_config.model_loader_extra_config,
+            str(model.model_impl),
+            model.code_revision,
+            model.model_class_overrides,
+        ]
+    )
+
+
 def _weights(model: Any, load_config: Any) -> str:
     if str(getattr(load_config.load_format, "value", load_config.load_format)) == "dummy":
         return f"dummy:seed={model.seed}"
-    return fingerprint(_model_path(str(model.model_weights or model.model), model.revision))
+    name = str(model.model_weights or model.model)
+    path = _model_path(name, model.revision, load_config.download_dir)
+    return fingerprint(path)
 
 
-def _model_path(name: str, revision: str | None) -> Path:
+def _model_path(name: str, revision: str | None, download_dir: str | None) -> Path:
     path = Path(name)
     if path.exists():
         return path
     try:
+        if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+            raise ValueError("loaded from another hub")
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+        return Path(
+            snapshot_download(
+                name, revision=revision, cache_dir=download_dir, local_files_only=True
+            )
+        )
     except (ImportError, OSError, ValueError) as error:
         raise ConfigError(
             f"the model's files were not found, so its weights cannot be fingerprinted; set "
@@ -146,20 +199,28 @@ def _model_path(name: str, revision: str | None) -> Path:
         ) from error
 
 
-def _speculative(config: Any) -> str | None:
+def _speculative(vllm_config: Any) -> str | None:
+    config = vllm_config.speculative_config
     if config is None:
         return None
     draft = getattr(config, "draft_model_config", None)
-    weights = None
-    if draft is not None and Path(str(draft.model)).exists():
-        weights = fingerprint(Path(str(draft.model)))
-    return _digest([str(config.method), str(getattr(draft, "model", None)), weights])
+    # Without a model of its own (n-grams, say) a draft has no weights.
+    weights = _weights(draft, vllm_config.load_config) if draft is not None else None
+    return _digest([str(config.method), str(getattr(draft, "dtype", None)), weights])
 
 
-def _rope_depends_on_length(hf_config: dict[str, Any]) -> bool:
-    # "dynamic" and "longrope" pick their factors by the longest request that is allowed.
-    text = json.dumps(
-        [hf_config.get(name) for name in ("rope_scaling", "rope_parameters", "text_config")],
-        default=str,
-    )
-    return '"dynamic"' in text or '"longrope"' in text or '"su"' in text
+def _without_origin(config: Any) -> Any:
+    """A model's configuration without where it came from and who wrote it down."""
+    origin = ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash")
+    if isinstance(config, dict):
+        return {k: _without_origin(v) for k, v in config.items() if k not in origin}
+    if isinstance(config, list | tuple):
+        return [_without_origin(value) for value in config]
+    return config
+
+
+def _rope_depends_on_length(config: Any) -> bool:
+    # "dynamic" and "longrope" pick their factors by the longest request that is allowed. The
+    # whole text is searched, since composed models nest the configuration that says so.
+    text = json.dumps(config, default=str)
+    return any(f'"{word}"' in text for word in ("dynamic", "longrope", "su"))

@@ -1,6 +1,7 @@
 """A fingerprint of a model's weights, so that new weights under an old path are a new root."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,16 @@ from stepwell.errors import ConfigError
 
 __all__ = ["FULL_BYTES", "fingerprint"]
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+WEIGHT_SUFFIXES = frozenset(
+    (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors", ".npz", ".ckpt")
+)
+
+# What a model directory holds besides what its KV depends on. Everything else is hashed: weights
+# of every format, the index that says which are loaded, code, configurations of processors.
+_HARMLESS = re.compile(
+    r"(?i)\.|readme|licen[cs]e|notice|tokenizer|special_tokens|added_tokens|vocab|merges"
+    r"|chat_template|generation_config|.*\.(md|txt|jinja|png|jpe?g|svg|html|pdf|lock)$"
+)
 
 # Up to this much is hashed in full: about two seconds (0.4 s/GiB measured) from the page cache,
 # where the engine has just left it. Beyond, evenly spaced samples are, so that the cost does not
@@ -22,30 +32,29 @@ _HEAD_BYTES = 16 << 20  # a safetensors header (names, dtypes, shapes, offsets) 
 
 
 def fingerprint(model_dir: Path, *, full_bytes: int = FULL_BYTES) -> str:
-    """A digest over the weight files' names, sizes and content.
+    """A digest over the names, sizes and content of all files that a model's KV may depend on.
 
-    Models up to ``full_bytes`` are read whole. Of larger ones the first 16 MiB, the end and 2048
-    evenly spaced 4 KiB samples of each file are read: retrained, merged or quantized weights
+    Up to ``full_bytes`` everything is read whole. Of larger models the first 16 MiB, the end and
+    2048 evenly spaced 4 KiB samples of each file are read: retrained, merged or quantized weights
     differ in them, a change of single values elsewhere may not. ``weights_id`` in the settings
     overrides the fingerprint where that matters.
 
     Args:
-        model_dir: holds *.safetensors, *.bin, *.pt, *.pth or *.gguf files, or is such a file.
+        model_dir: of the model, or one file of weights.
         full_bytes: see above.
 
     Raises:
         ConfigError: there are no weight files, or one cannot be read.
     """
-    files = (
-        [model_dir]
-        if model_dir.is_file()
-        else sorted(
+    files = [model_dir]
+    if not model_dir.is_file():
+        relative = {path: path.relative_to(model_dir).parts for path in model_dir.rglob("*")}
+        files = sorted(
             path
-            for path in model_dir.rglob("*")
-            if path.suffix in WEIGHT_SUFFIXES and path.is_file()
+            for path, parts in relative.items()
+            if path.is_file() and not any(_HARMLESS.match(part) for part in parts)
         )
-    )
-    if not files:
+    if not any(path.suffix in WEIGHT_SUFFIXES for path in files):
         raise ConfigError(
             f"no weight files to fingerprint; set weights_id to a text that changes with the "
             f"weights: model={model_dir}"

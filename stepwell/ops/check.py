@@ -21,7 +21,8 @@ from stepwell.core.record import HEADER_BYTES, Header, pad_to_page, record_bytes
 from stepwell.core.types import Reason
 from stepwell.errors import ConfigError, DataError
 from stepwell.ops.inspect import open_to_read
-from stepwell.tiers.directory import Found, StoreDirectory, tree_bytes
+from stepwell.tiers.directory import Found, StoreDirectory
+from stepwell.tiers.files import entries, tree_bytes
 
 __all__ = [
     "DESCRIPTION",
@@ -240,27 +241,19 @@ def _check_layout(directory: StoreDirectory, identities: dict[Root, Identity | N
 
 
 def _strays(directory: StoreDirectory) -> Iterator[str]:
-    for root in _entries(directory.roots):
+    for root in entries(directory.roots):
         if not (_ROOT_NAME.fullmatch(root.name) and root.is_dir()):
             yield root.path
             continue
-        for bucket in _entries(root.path):
+        for bucket in entries(root.path):
             if bucket.name == "root.json":
                 continue
             if not (_BUCKET_NAME.fullmatch(bucket.name) and bucket.is_dir(follow_symlinks=False)):
                 yield bucket.path
                 continue
-            for entry in _entries(bucket.path):
+            for entry in entries(bucket.path):
                 if not _RECORD_NAME.fullmatch(entry.name):
                     yield entry.path
-
-
-def _entries(path: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(path) as entries:
-            return list(entries)
-    except OSError:
-        return []
 
 
 def _set_aside(directory: StoreDirectory, bad: Bad) -> Bad:

@@ -24,8 +24,10 @@ _NAMES = {
     "chunk_bytes": "chunk size",
     "tp": "tp",
     "pp": "pp",
+    "pp_partition": "pp layer partition",
     "prefill_cp": "prefill context parallel",
     "decode_cp": "decode context parallel",
+    "cp_interleave": "context parallel interleave",
     "replicated": "replicated over ranks",
     "model_runner": "model runner",
     "speculative": "speculative decoding",
@@ -37,6 +39,9 @@ _NAMES = {
 # Digests: that they differ says something, what they are does not.
 _OPAQUE = {
     "weights": "weights differ",
+    "loader": "loading differs (load format, patterns, code revision)",
+    "multimodal": "multimodal processing differs",
+    "environment": "vLLM's environment variables differ",
     "model_config": "model configuration differs (config.json, or an override of it)",
     "quantization": "quantization differs",
     "kv_groups": "KV groups differ (layers, windows or block sizes)",

@@ -302,7 +302,7 @@ class TierContract:
         assert driver.read(keys, deadline_s=0.001)[0].done
 
     def test_writes_beyond_the_limit_in_flight_are_refused(self) -> None:
-        """The whole job is refused and reported; what is in flight goes on; then there is room."""
+        """The end of a job is refused, its beginning goes on; then there is room again."""
         driver = self.open(64, inflight_writes_bytes=4 * SIZE)
         keys = keys_of(8)
         refused = ChunkResult(Outcome.FULL, Reason.QUEUE_FULL)
@@ -311,19 +311,37 @@ class TierContract:
             for begin, end in ((0, 3), (3, 5), (5, 6), (6, 8)):
                 data = {key: payload_of(key, SIZE) for key in keys[begin:end]}
                 jobs[begin] = driver.submit(Direction.WRITE, driver.write_chunks(data))
-            assert driver.wait(jobs[3]).results == (refused, refused)
+            assert driver.wait(jobs[5]).results == (refused,)
             assert driver.wait(jobs[6]).results == (refused, refused)
         assert driver.wait(jobs[0]).results == (DONE,) * 3
-        assert driver.wait(jobs[5]).results == (DONE,)
-        assert driver.write(keys[3:5]) == (DONE, DONE)
-        assert driver.write(keys[4:8]) == (EXISTS, EXISTS, DONE, DONE)
+        assert driver.wait(jobs[3]).results == (DONE, refused)
+        assert driver.write(keys[4:6]) == (DONE, DONE)
+        assert driver.write(keys[5:8]) == (EXISTS, DONE, DONE)
 
-    def test_a_write_larger_than_the_limit_in_flight_is_refused(self) -> None:
+    def test_a_write_larger_than_the_limit_in_flight_keeps_its_beginning(self) -> None:
         driver = self.open(64, inflight_writes_bytes=4 * SIZE)
         refused = ChunkResult(Outcome.FULL, Reason.QUEUE_FULL)
-        assert driver.write(keys_of(5)) == (refused,) * 5
-        assert driver.write(keys_of(4)) == (DONE,) * 4
-        assert driver.write(keys_of(5)) == (refused,) * 5, "also when most of it is there"
+        assert driver.write(keys_of(9)) == (DONE,) * 4 + (refused,) * 5
+        assert driver.present(keys_of(9)) == [True] * 4 + [False] * 5
+
+    def test_a_chunk_deleted_while_it_is_written_stays_deleted(self) -> None:
+        """The write went on and brought the chunk back."""
+        driver = self.open(64)
+        keys = keys_of(2)
+        with self.stalled():
+            data = {key: payload_of(key, SIZE) for key in keys}
+            job_id = driver.submit(Direction.WRITE, driver.write_chunks(data))
+            driver.wait_until(
+                lambda: driver.tier.contains([keys[0]]) == [Lookup.PENDING], "the write's begin"
+            )
+            assert driver.tier.delete([keys[0]]) == 1
+            assert driver.tier.contains([keys[0]]) == [Lookup.MISS]
+        driver.wait(job_id)
+        assert driver.present(keys) == [False, True]
+        driver.wait_until(
+            lambda: self.used_bytes(driver.tier) == self.size_of(SIZE), "the space that it took"
+        )
+        assert driver.write(keys) == (DONE, EXISTS)
 
     def test_close_reports_everything_that_was_submitted(self) -> None:
         """What has begun ends, what has not is given up as CLOSED; nothing is lost or doubled."""

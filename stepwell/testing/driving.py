@@ -4,7 +4,7 @@ import hashlib
 import mmap
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from stepwell.core.keys import Key, Root, make_key
 from stepwell.core.types import Chunk, ChunkResult, Direction, Job, JobResult, Lookup
@@ -105,6 +105,13 @@ class Driver:
         """Touch a prefix and wait."""
         chunks = [Chunk(key, memoryview(b"")) for key in keys]
         return self.wait(self.submit(Direction.TOUCH, chunks)).results
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Look again and again until ``condition`` holds; ``what`` names it should it never."""
+        give_up_s = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < give_up_s, f"never came: {what}"
+            time.sleep(0.0005)
 
     def present(self, keys: Iterable[Key]) -> list[bool]:
         """For each key whether `contains` says HIT."""

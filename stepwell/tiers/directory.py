@@ -16,7 +16,8 @@ import fcntl
 import json
 import os
 import secrets
-import shutil
+import stat
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,8 +35,9 @@ from stepwell.core.keys import (
     root_of,
 )
 from stepwell.errors import ConfigError
+from stepwell.tiers.files import entries, read_small_text, remove_tree, tree_bytes, write_whole
 
-__all__ = ["FORMAT", "RECORD_SUFFIX", "Found", "StoreDirectory", "remove_tree", "tree_bytes"]
+__all__ = ["FORMAT", "RECORD_SUFFIX", "Found", "StoreDirectory"]
 
 FORMAT = 1
 RECORD_SUFFIX = ".kv"
@@ -74,6 +76,7 @@ class StoreDirectory:
         self.partial = os.path.join(path, "partial")
         self.quarantine = os.path.join(path, "quarantine")
         self._lock_fd = -1
+        self._own_lock = threading.Lock()
 
     def open(self) -> None:
         """Create or adopt the directory and become its one owner.
@@ -94,11 +97,9 @@ class StoreDirectory:
             ) from error
         self._check_marker(create=True)
         try:
-            self._lock_fd = os.open(
-                os.path.join(self.path, "LOCK"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
-            )
             self._take_lock()
-            shutil.rmtree(self.partial, ignore_errors=True)
+            if os.path.isdir(self.partial):
+                remove_tree(self.partial)
             for directory in (self.roots, self.partial, self.quarantine):
                 os.makedirs(directory, exist_ok=True)
         except OSError as error:
@@ -127,7 +128,8 @@ class StoreDirectory:
     def owner(self) -> int | None:
         """Process id of whoever owns the store at present, None if nobody does."""
         try:
-            fd = os.open(os.path.join(self.path, "LOCK"), os.O_RDONLY | os.O_CLOEXEC)
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            fd = os.open(os.path.join(self.path, "LOCK"), flags)
         except OSError:
             return None
         try:
@@ -156,22 +158,34 @@ class StoreDirectory:
         """
         os.makedirs(self.partial, exist_ok=True)
         os.makedirs(os.path.dirname(record_path), exist_ok=True)
+        with self._own_lock:  # of several writers one takes the lock again
+            if not self.owned():
+                self._own_again()
         marker = os.path.join(self.path, _MARKER)
         if not os.path.exists(marker):
-            _write_whole(marker, self.partial_path(), _MARKER_TEXT)
+            write_whole(marker, self.partial_path(), _MARKER_TEXT)
         description = os.path.join(os.path.dirname(os.path.dirname(record_path)), "root.json")
         if identity is not None and _read_identity(description) != identity:
-            _write_whole(description, self.partial_path(), identity.to_json() + "\n")
+            write_whole(description, self.partial_path(), identity.to_json() + "\n")
+
+    def _own_again(self) -> None:
+        # Somebody removed LOCK, perhaps with the whole store; another process may own it now.
+        self.close()
+        try:
+            self._take_lock()
+        except ConfigError as error:
+            raise OSError(errno.EBUSY, "the store has another owner now", str(self.path)) from error
 
     def prune(self, root: Root) -> None:
         """Remove a root that holds no records; whatever else lies there stays."""
         path = os.path.join(self.roots, root.hex())
-        for bucket in _entries(path):
+        for bucket in entries(path):
             if bucket.is_dir(follow_symlinks=False):
                 with contextlib.suppress(OSError):
                     os.rmdir(bucket.path)
-        if [entry.name for entry in _entries(path)] in ([], ["root.json"]):
-            shutil.rmtree(path, ignore_errors=True)
+        if [entry.name for entry in entries(path)] in ([], ["root.json"]):
+            with contextlib.suppress(OSError):
+                remove_tree(path)
 
     def set_aside(self, path: str, reason: str) -> str | None:
         """Move what lies at ``path`` to the quarantine; None if it is gone or cannot be moved."""
@@ -187,10 +201,10 @@ class StoreDirectory:
     def scan(self) -> Iterator[Found]:
         """Every record, by its name; nothing is opened. Unreadable directories are passed over."""
         for root_name, root in self._roots():
-            for bucket in _entries(os.path.join(self.roots, root_name)):
+            for bucket in entries(os.path.join(self.roots, root_name)):
                 if not bucket.is_dir(follow_symlinks=False):
                     continue
-                for entry in _entries(bucket.path):
+                for entry in entries(bucket.path):
                     key = _key_from_name(root, entry.name)
                     if key is None:
                         continue
@@ -198,7 +212,9 @@ class StoreDirectory:
                         status = entry.stat(follow_symlinks=False)
                     except OSError:
                         continue
-                    yield Found(key, entry.path, status.st_size, status.st_mtime)
+                    regular = stat.S_ISREG(status.st_mode)
+                    size_bytes = status.st_size if regular else tree_bytes(entry.path)
+                    yield Found(key, entry.path, size_bytes, status.st_mtime)
 
     def identities(self) -> dict[Root, Identity | None]:
         """The roots that lie here, with their descriptions (None where one cannot be read)."""
@@ -211,7 +227,7 @@ class StoreDirectory:
     def quarantined(self) -> list[tuple[str, int, float]]:
         """What is set aside, oldest first, as (path, bytes, seconds since the epoch)."""
         found = []
-        for entry in _entries(self.quarantine):
+        for entry in entries(self.quarantine):
             try:
                 status = entry.stat(follow_symlinks=False)
             except OSError:
@@ -220,7 +236,7 @@ class StoreDirectory:
         return sorted(found, key=lambda item: item[2])
 
     def _roots(self) -> Iterator[tuple[str, Root]]:
-        for entry in _entries(self.roots):
+        for entry in entries(self.roots):
             raw = _from_hex(entry.name)
             if raw is not None and len(raw) == ROOT_BYTES:
                 yield entry.name, Root(raw)
@@ -228,22 +244,21 @@ class StoreDirectory:
     def _check_marker(self, *, create: bool) -> None:
         marker = os.path.join(self.path, _MARKER)
         try:
-            with open(marker, encoding="utf-8") as file:
-                data = json.load(file)
+            data = json.loads(read_small_text(marker))
         except FileNotFoundError:
             self._adopt_empty(marker, create=create)
         except OSError as error:
             raise ConfigError(
                 f"path cannot be read ({error.strerror}): path={self.path}"
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{_MARKER} is damaged; remove it by hand if the directory is a "
                 f"Stepwell store: path={self.path}"
             ) from error
         else:
             found = data.get("format") if isinstance(data, dict) else None
-            if found != FORMAT:
+            if type(found) is not int or found != FORMAT:
                 raise ConfigError(
                     f"the store was written by another version: path={self.path} "
                     f"format={found} known_format={FORMAT}"
@@ -270,7 +285,7 @@ class StoreDirectory:
                 f"directory: path={self.path} found={sorted(others)[0]}"
             )
         try:
-            _write_whole(marker, f"{marker}.{secrets.token_hex(4)}", _MARKER_TEXT)
+            write_whole(marker, f"{marker}.{secrets.token_hex(4)}", _MARKER_TEXT)
         except OSError as error:
             raise ConfigError(
                 f"path cannot be written ({error.strerror}): path={self.path}"
@@ -279,18 +294,31 @@ class StoreDirectory:
     def _take_lock(self) -> None:
         # Whoever asks for the owner holds a shared lock for a moment; do not mistake that for one.
         give_up_s = time.monotonic() + 0.3
+        lock = os.path.join(self.path, "LOCK")
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         while True:
+            self._lock_fd = os.open(lock, flags, 0o644)
             try:
                 fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
             except BlockingIOError as error:
-                if time.monotonic() < give_up_s:
-                    time.sleep(0.01)
-                    continue
-                self._refuse_second_owner(error)
+                if time.monotonic() > give_up_s:
+                    self._refuse_second_owner(error)
+            else:
+                if self.owned():
+                    break
+            self.close()  # it was removed meanwhile, or is held; look again
+            time.sleep(0.01)
         with contextlib.suppress(OSError):  # a full disk: the owner is then "unknown"
             os.ftruncate(self._lock_fd, 0)
             os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode("ascii"), 0)
+
+    def owned(self) -> bool:
+        """Whether the LOCK that lies there is the one that this process holds."""
+        try:
+            there = os.stat(os.path.join(self.path, "LOCK"), follow_symlinks=False)
+            return os.path.samestat(there, os.fstat(self._lock_fd))
+        except OSError:
+            return False
 
     def _refuse_second_owner(self, error: BlockingIOError) -> NoReturn:
         text = os.pread(self._lock_fd, 32, 0).decode("ascii", "replace").strip()
@@ -301,59 +329,12 @@ class StoreDirectory:
         ) from error
 
 
-def tree_bytes(path: str) -> int:
-    """Bytes of a file, or of all files below a directory; what vanishes meanwhile counts 0."""
-    try:
-        if not os.path.isdir(path) or os.path.islink(path):
-            return os.lstat(path).st_size
-    except OSError:
-        return 0
-    return sum(
-        tree_bytes(os.path.join(base, name)) for base, _, names in os.walk(path) for name in names
-    )
-
-
-def remove_tree(path: str) -> None:
-    """Remove a file or a directory; harmless if it is gone.
-
-    Raises:
-        OSError: it is there and cannot be removed.
-    """
-    try:
-        os.unlink(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as error:
-        if error.errno not in (errno.EISDIR, errno.EPERM) or not os.path.isdir(path):
-            raise
-        shutil.rmtree(path)
-
-
 def _read_identity(path: str) -> Identity | None:
     try:
-        with open(path, encoding="utf-8") as file:
-            return Identity.from_json(file.read())
+        identity = Identity.from_json(read_small_text(path))
+        return identity if identity.root else None  # a root that can be computed at all
     except (OSError, ValueError):
         return None
-
-
-def _write_whole(path: str, partial: str, text: str) -> None:
-    try:
-        with open(partial, "w", encoding="ascii") as file:
-            file.write(text)
-        os.replace(partial, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-        raise
-
-
-def _entries(path: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(path) as entries:
-            return list(entries)
-    except OSError:
-        return []
 
 
 def _from_hex(text: str) -> bytes | None:

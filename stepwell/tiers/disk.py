@@ -13,15 +13,13 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from stepwell.core.keys import Key, Root, root_of
 from stepwell.core.record import Header, payload_checksum, record_bytes, verify
 from stepwell.core.types import (
     Chunk,
     ChunkResult,
-    Direction,
-    Job,
-    JobResult,
     Lookup,
     Outcome,
     Reason,
@@ -30,16 +28,16 @@ from stepwell.errors import ConfigError, DataError
 from stepwell.settings import format_bytes
 from stepwell.tiers.base import TierContext
 from stepwell.tiers.blockio import probe_direct, read_record, write_record
-from stepwell.tiers.directory import StoreDirectory, remove_tree, tree_bytes
+from stepwell.tiers.directory import StoreDirectory
+from stepwell.tiers.files import remove_tree, tree_bytes
 from stepwell.tiers.index import ChunkIndex, Reserve
-from stepwell.tiers.jobs import JobRunner
 from stepwell.tiers.outcomes import (
     ALREADY_THERE,
     DONE,
     NO_ROOM,
-    count_result,
     write_refusal,
 )
+from stepwell.tiers.threaded import ThreadedTier
 
 __all__ = ["DiskTier"]
 
@@ -52,7 +50,7 @@ _TOUCH_EVERY_S = 60.0
 _NOT_A_FILE = frozenset({errno.EISDIR, errno.ELOOP, errno.ESPIPE, errno.ENXIO})
 
 
-class DiskTier:
+class DiskTier(ThreadedTier):
     """Records in a directory of a local file system.
 
     Threading, Ownership, Errors, Cost: as `stepwell.tiers.base.Tier` states. Opening scans the
@@ -73,7 +71,7 @@ class DiskTier:
         ConfigError: the path cannot be used, or the capacity does not fit the file system.
     """
 
-    name = "disk"
+    name: ClassVar[str] = "disk"
 
     def __init__(
         self,
@@ -83,22 +81,35 @@ class DiskTier:
         *,
         min_free_bytes: int = 0,
         num_threads: int = 8,
-        inflight_writes_bytes: int = 1 << 30,
+        inflight_writes_bytes: int = 4 << 30,
     ) -> None:
         self._context = context
         self._min_free_bytes = min_free_bytes
         self._check_size(path, capacity_bytes, min_free_bytes)  # before anything is created
         self._directory = StoreDirectory(path)
         self._directory.open()
+        started = False
         try:
-            self._direct = probe_direct(self._directory.partial)
+            self._start(context, capacity_bytes, num_threads, inflight_writes_bytes)
+            started = True
         except OSError as error:
-            self._directory.close()
             raise ConfigError(f"path cannot be written ({error.strerror}): path={path}") from error
+        finally:
+            if not started:
+                self._directory.close()  # or the next try would be refused by this process
         if not self._direct:
             logger.warning(
                 "O_DIRECT does not work here, going through the page cache: path=%s", path
             )
+
+    def _start(
+        self,
+        context: TierContext,
+        capacity_bytes: int,
+        num_threads: int,
+        inflight_writes_bytes: int,
+    ) -> None:
+        self._direct = probe_direct(self._directory.partial)
         self._admit_lock = threading.Lock()  # held while a write asks for room
         self._room_lock = threading.Lock()  # held for the sum of index and quarantine; no I/O
         self._quarantine: deque[tuple[str, int]] = deque()
@@ -106,19 +117,9 @@ class DiskTier:
         self._stuck: deque[Key] = deque()  # leaving, but the file could not be removed yet
         self._used_at_s: dict[Key, float] = {}
         self._described: set[Root] = set()
-        self._index = ChunkIndex(capacity_bytes)
+        index = self._index = ChunkIndex(capacity_bytes)
         self._adopt()
-        self._runner = JobRunner(
-            "stepwell-disk",
-            num_threads,
-            self._run_chunk,
-            self._touch,
-            self._count,
-            self._on_end,
-            self.name,
-            context.clock,
-            inflight_writes_bytes,
-        )
+        super().__init__(index, context, num_threads, inflight_writes_bytes)
 
     @property
     def used_bytes(self) -> int:
@@ -134,37 +135,9 @@ class DiskTier:
     def __len__(self) -> int:
         return len(self._index)
 
-    def contains(self, keys: Sequence[Key]) -> list[Lookup]:
-        """See `stepwell.tiers.base.Tier.contains`."""
-        return self._index.states(keys)
-
-    def submit(self, job: Job) -> None:
-        """See `stepwell.tiers.base.Tier.submit`."""
-        self._runner.submit(job)
-
-    def poll(self) -> list[JobResult]:
-        """See `stepwell.tiers.base.Tier.poll`."""
-        return self._runner.poll()
-
-    def delete(self, keys: Sequence[Key]) -> int:
-        """See `stepwell.tiers.base.Tier.delete`."""
-        leaving = [key for key in keys if self._index.remove(key)]
-
-        def unlink() -> None:
-            for key in leaving:
-                self._discard(key)
-
-        if leaving:
-            self._runner.run_soon(unlink)
-        return len(leaving)
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until no job is running; False if that took longer than ``timeout_s``."""
-        return self._runner.drain(timeout_s)
-
     def close(self) -> None:
         """See `stepwell.tiers.base.Tier.close`."""
-        self._runner.close()
+        super().close()
         self._directory.close()
 
     # Start-up.
@@ -199,30 +172,25 @@ class DiskTier:
             self._quarantine.append((path, size_bytes))
             self._quarantine_bytes += size_bytes
         # The capacity may have been lowered since.
-        while self.used_bytes > self._index.capacity_bytes and self._free_something():
-            pass
+        while self.used_bytes > self._index.capacity_bytes:
+            if self._free_something() is None:
+                break
 
     # Jobs; on the runner's threads.
 
-    def _run_chunk(self, direction: Direction, chunk: Chunk) -> ChunkResult:
-        return self._read(chunk) if direction is Direction.READ else self._write(chunk)
-
-    def _touch(self, chunks: Sequence[Chunk]) -> list[ChunkResult]:
-        found = self._use([chunk.key for chunk in chunks])
-        return [DONE if here else ChunkResult(Outcome.MISS, Reason.ABSENT) for here in found]
-
-    def _on_end(self, job: Job, results: Sequence[ChunkResult]) -> None:
-        # Only the whole job knows the order of the prefix: its chunks end in any order.
-        done = zip(job.chunks, results, strict=True)
-        self._use([chunk.key for chunk, r in done if r.outcome is Outcome.DONE])
-
-    def _use(self, prefix: Sequence[Key]) -> list[bool]:
+    def use(self, prefix: Sequence[Key]) -> Sequence[bool]:
+        """See `stepwell.tiers.jobs.Work.use`. The files' times follow behind the report."""
         found = self._index.touch(prefix)
         now_s = self._context.clock.wall()
-        for depth, (key, here) in enumerate(zip(prefix, found, strict=True)):
-            if here:
-                # A microsecond apart, so that after a restart too the end leaves first.
-                self._renew(key, now_s - depth * 1e-6)
+        # A microsecond apart, so that after a restart too the end leaves first.
+        times = [
+            (key, now_s - depth * 1e-6)
+            for depth, (key, here) in enumerate(zip(prefix, found, strict=True))
+            if here and not 0 <= now_s - self._used_at_s.get(key, 0.0) < _TOUCH_EVERY_S
+        ]
+        if times:
+            self._used_at_s.update(times)
+            self._runner.run_soon(lambda: self._renew(times))
         return found
 
     def _read(self, chunk: Chunk) -> ChunkResult:
@@ -280,10 +248,10 @@ class DiskTier:
                 logger.warning("a write failed: path=%s error=%s", path, error)
             return refusal
         finally:
-            if stored:
-                self._index.commit(chunk.key)
-            else:
+            if not stored:
                 self._index.abort(chunk.key)
+            elif not self._index.commit(chunk.key):
+                self._discard(chunk.key)  # deleted while it was being written
         return DONE
 
     def _write_file(self, partial: str, path: str, header: bytes, chunk: Chunk) -> None:
@@ -316,14 +284,17 @@ class DiskTier:
         if self._index.states([key])[0] is not Lookup.MISS:
             return ALREADY_THERE
         self._retry_stuck()
+        freed_bytes, wanted_bytes = 0, 0
         while True:
             with self._admit_lock:
                 # In one step, or several threads would each take the same free space.
                 missing_bytes = self._missing_free_bytes(size_bytes)
                 short_of_free = missing_bytes > 0
                 answer = Reserve.NO_ROOM if short_of_free else self._reserve(key, size_bytes)
-            if missing_bytes > self.used_bytes:
-                # Evicting everything must help, or the cache would be emptied for nothing.
+            wanted_bytes = wanted_bytes or missing_bytes
+            if short_of_free and (missing_bytes > self.used_bytes or freed_bytes > wanted_bytes):
+                # Evicting must help, or the cache would be emptied for nothing: everything must
+                # suffice, and what was evicted show. Some file systems free space later.
                 return ChunkResult(Outcome.FULL, Reason.MIN_FREE)
             match answer:
                 case Reserve.RESERVED:
@@ -333,7 +304,9 @@ class DiskTier:
                 case Reserve.NEVER | Reserve.LEAVING:
                     return NO_ROOM
                 case Reserve.NO_ROOM:
-                    if not self._free_something():
+                    freed = self._free_something()
+                    freed_bytes += freed or 0
+                    if freed is None:
                         reason = Reason.MIN_FREE if short_of_free else Reason.CAPACITY
                         return ChunkResult(Outcome.FULL, reason)
 
@@ -355,7 +328,8 @@ class DiskTier:
         wanted_bytes = self._min_free_bytes + self._index.writing_bytes + size_bytes
         return wanted_bytes - status.f_bavail * status.f_frsize
 
-    def _free_something(self) -> bool:
+    def _free_something(self) -> int | None:
+        """Remove the next thing to go; returns its bytes, None if nothing can go."""
         with self._room_lock:
             aside = self._quarantine.popleft() if self._quarantine else None
         if aside is not None:
@@ -366,16 +340,16 @@ class DiskTier:
                 else:
                     self._quarantine.append(aside)
             if removed:
-                return True
+                return aside[1]
         victim = self._index.take_victim(self._context.leases.held)
         if victim is None:
-            return False
+            return None
         if not self._remove(self._directory.record_path(victim)):
             self._index.restore(victim)  # still there, still good, still counted
-            return False
-        self._gone(victim)
+            return None
+        size_bytes = self._gone(victim)
         self._context.metrics.add("evicted_chunks", (self.name,))
-        return True
+        return size_bytes
 
     def _remove(self, path: str) -> bool:
         try:
@@ -397,9 +371,9 @@ class DiskTier:
             while self._discard(self._stuck.popleft()):
                 pass
 
-    def _gone(self, key: Key) -> None:
+    def _gone(self, key: Key) -> int:
         self._used_at_s.pop(key, None)
-        self._index.freed(key)
+        return self._index.freed(key)
 
     def _set_aside(self, key: Key, path: str, reason: Reason, error: str) -> None:
         if not self._index.remove(key):
@@ -424,17 +398,15 @@ class DiskTier:
             if instead_of is not None:
                 self._gone(instead_of)  # in one step, so that nothing is counted twice
 
-    def _renew(self, key: Key, now_s: float) -> None:
-        if now_s - self._used_at_s.get(key, 0.0) < _TOUCH_EVERY_S:
-            return
-        self._used_at_s[key] = now_s
-        try:
-            os.utime(self._directory.record_path(key), (now_s, now_s))
-        except OSError:
-            return  # the order after a restart is a little older, nothing else
-
-    def _count(self, direction: Direction, chunk: Chunk, result: ChunkResult) -> None:
-        count_result(self._context.metrics, self.name, direction, chunk, result)
+    def _renew(self, times: Sequence[tuple[Key, float]]) -> None:
+        for key, used_at_s in times:
+            if self._used_at_s.get(key) != used_at_s:
+                continue  # used again since, or gone
+            # If it fails, the order after a restart is a little older, nothing else.
+            with contextlib.suppress(OSError):
+                os.utime(self._directory.record_path(key), (used_at_s, used_at_s))
+            if self._index.states([key])[0] is Lookup.MISS:
+                self._used_at_s.pop(key, None)  # it left meanwhile
 
 
 def _is_something_else(path: str) -> bool:

@@ -1,8 +1,8 @@
 """The host tier: chunks in DRAM, checked like everything below the primary."""
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,17 +12,14 @@ from stepwell.core.record import payload_checksum
 from stepwell.core.types import (
     Chunk,
     ChunkResult,
-    Direction,
-    Job,
-    JobResult,
     Lookup,
     Outcome,
     Reason,
 )
 from stepwell.tiers.base import TierContext
 from stepwell.tiers.index import ChunkIndex, Reserve
-from stepwell.tiers.jobs import JobRunner
-from stepwell.tiers.outcomes import ALREADY_THERE, DONE, NO_ROOM, count_result
+from stepwell.tiers.outcomes import ALREADY_THERE, DONE, NO_ROOM
+from stepwell.tiers.threaded import ThreadedTier
 
 __all__ = ["HostTier"]
 
@@ -33,7 +30,7 @@ class _Stored:
     checksum: bytes
 
 
-class HostTier:
+class HostTier(ThreadedTier):
     """Chunks in DRAM, at most ``capacity_bytes`` of payload.
 
     Threading, Ownership, Errors, Cost: as `stepwell.tiers.base.Tier` states. Payloads are
@@ -46,7 +43,7 @@ class HostTier:
         inflight_writes_bytes: writes beyond this are refused.
     """
 
-    name = "host"
+    name: ClassVar[str] = "host"
 
     def __init__(
         self,
@@ -54,78 +51,35 @@ class HostTier:
         context: TierContext,
         *,
         num_threads: int = 2,
-        inflight_writes_bytes: int = 1 << 30,
+        inflight_writes_bytes: int = 4 << 30,
     ) -> None:
-        self._index = ChunkIndex(capacity_bytes)
-        self._context = context
         self._lock = threading.Lock()
         self._stored: dict[Key, _Stored] = {}
-        self._runner = JobRunner(
-            "stepwell-host",
-            num_threads,
-            self._run_chunk,
-            self._touch,
-            self._count,
-            self._on_end,
-            self.name,
-            context.clock,
-            inflight_writes_bytes,
-        )
+        super().__init__(ChunkIndex(capacity_bytes), context, num_threads, inflight_writes_bytes)
 
     @property
     def used_bytes(self) -> int:
         """Bytes that the tier takes."""
         return self._index.used_bytes
 
-    def contains(self, keys: Sequence[Key]) -> list[Lookup]:
-        """See `stepwell.tiers.base.Tier.contains`."""
-        return self._index.states(keys)
-
-    def submit(self, job: Job) -> None:
-        """See `stepwell.tiers.base.Tier.submit`."""
-        self._runner.submit(job)
-
-    def poll(self) -> list[JobResult]:
-        """See `stepwell.tiers.base.Tier.poll`."""
-        return self._runner.poll()
-
-    def delete(self, keys: Sequence[Key]) -> int:
-        """See `stepwell.tiers.base.Tier.delete`."""
-        return sum(self._drop(key) for key in keys)
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until no job is running; False if that took longer than ``timeout_s``."""
-        return self._runner.drain(timeout_s)
-
     def close(self) -> None:
         """See `stepwell.tiers.base.Tier.close`."""
-        self._runner.close()
+        super().close()
         with self._lock:
             self._stored.clear()
-
-    def _run_chunk(self, direction: Direction, chunk: Chunk) -> ChunkResult:
-        return self._read(chunk) if direction is Direction.READ else self._write(chunk)
-
-    def _touch(self, chunks: Sequence[Chunk]) -> list[ChunkResult]:
-        found = self._index.touch([chunk.key for chunk in chunks])
-        return [DONE if here else ChunkResult(Outcome.MISS, Reason.ABSENT) for here in found]
-
-    def _on_end(self, job: Job, results: Sequence[ChunkResult]) -> None:
-        # Only the whole job knows the order of the prefix: its chunks end in any order.
-        done = zip(job.chunks, results, strict=True)
-        self._index.touch([chunk.key for chunk, r in done if r.outcome is Outcome.DONE])
 
     def _read(self, chunk: Chunk) -> ChunkResult:
         with self._lock:
             stored = self._stored.get(chunk.key)
-        if stored is None:
+        if stored is None or self._index.states([chunk.key])[0] is not Lookup.HIT:
             return ChunkResult(Outcome.MISS, Reason.ABSENT)
         if len(stored.payload) != len(chunk.buffer):
             return ChunkResult(Outcome.MISS, Reason.LAYOUT)
         np.copyto(np.frombuffer(chunk.buffer, np.uint8), stored.payload)
         # The destination is hashed, not the source, so that the copy is covered as well.
         if payload_checksum(chunk.buffer) != stored.checksum:
-            self._drop(chunk.key)
+            if self._index.remove(chunk.key):
+                self._discard(chunk.key)
             self._context.metrics.add("quarantined_chunks", (self.name, Reason.CHECKSUM))
             return ChunkResult(Outcome.MISS, Reason.CHECKSUM)
         return DONE
@@ -135,7 +89,7 @@ class HostTier:
             victim = self._index.take_victim(self._context.leases.held)
             if victim is None:
                 return NO_ROOM
-            self._forget(victim)
+            self._discard(victim)
             self._context.metrics.add("evicted_chunks", (self.name,))
         if answer is Reserve.EXISTS:
             return ALREADY_THERE
@@ -151,22 +105,14 @@ class HostTier:
                 self._stored[chunk.key] = _Stored(payload, checksum)
             stored = True
         finally:
-            if stored:
-                self._index.commit(chunk.key)
-            else:
+            if not stored:
                 self._index.abort(chunk.key)
+            elif not self._index.commit(chunk.key):
+                self._discard(chunk.key)
         return DONE
 
-    def _forget(self, key: Key) -> None:
+    def _discard(self, leaving: Key) -> bool:
         with self._lock:
-            self._stored.pop(key, None)
-        self._index.freed(key)
-
-    def _drop(self, key: Key) -> bool:
-        if not self._index.remove(key):
-            return False
-        self._forget(key)
+            self._stored.pop(leaving, None)
+        self._index.freed(leaving)
         return True
-
-    def _count(self, direction: Direction, chunk: Chunk, result: ChunkResult) -> None:
-        count_result(self._context.metrics, self.name, direction, chunk, result)

@@ -4,6 +4,7 @@ The life of a chunk in a tier::
 
     absent --reserve--> writing --commit--> present --take_victim, remove--> leaving
     writing --abort--> absent
+    writing --remove, commit--> leaving
     leaving --freed--> absent
     leaving --restore--> present
 
@@ -51,6 +52,7 @@ class ChunkIndex:
         self._present: dict[Key, int] = {}
         self._writing: dict[Key, int] = {}
         self._leaving: dict[Key, int] = {}
+        self._doomed: set[Key] = set()  # removed while being written
         self._used_bytes = 0
         self._policy = LeafFirstLru()
 
@@ -73,7 +75,7 @@ class ChunkIndex:
         with self._lock:
             return [
                 Lookup.HIT if key in self._present
-                else Lookup.PENDING if key in self._writing
+                else Lookup.PENDING if key in self._writing and key not in self._doomed
                 else Lookup.MISS
                 for key in keys
             ]  # fmt: skip
@@ -88,11 +90,12 @@ class ChunkIndex:
     def reserve(self, key: Key, size_bytes: int) -> Reserve:
         """Ask for room for a chunk that will be written."""
         with self._lock:
-            if key in self._present or key in self._writing:
+            doomed = key in self._doomed
+            if key in self._present or (key in self._writing and not doomed):
                 return Reserve.EXISTS
             if size_bytes > self.capacity_bytes:
                 return Reserve.NEVER
-            if key in self._leaving:
+            if doomed or key in self._leaving:
                 return Reserve.LEAVING
             if self._used_bytes + size_bytes > self.capacity_bytes:
                 return Reserve.NO_ROOM
@@ -100,16 +103,25 @@ class ChunkIndex:
             self._used_bytes += size_bytes
             return Reserve.RESERVED
 
-    def commit(self, key: Key) -> None:
-        """A write ended well: the chunk is present."""
+    def commit(self, key: Key) -> bool:
+        """A write ended well: the chunk is present; False if it was removed meanwhile.
+
+        A chunk that was removed is leaving now, and the caller discards it.
+        """
         with self._lock:
             self._present[key] = self._writing.pop(key)
             self._policy.touch([key])
+            if key not in self._doomed:
+                return True
+            self._doomed.discard(key)
+            self._leave(key)
+            return False
 
     def abort(self, key: Key) -> None:
         """A write failed and left nothing."""
         with self._lock:
             self._used_bytes -= self._writing.pop(key)
+            self._doomed.discard(key)
 
     def take_victim(self, held: Callable[[Key], bool]) -> Key | None:
         """Make the next chunk to go leave; None if every chunk is held or there is none."""
@@ -120,8 +132,13 @@ class ChunkIndex:
             return victim
 
     def remove(self, key: Key) -> bool:
-        """Make a present chunk leave; False if it is not present."""
+        """Make a present chunk leave; False if it is not present.
+
+        One that is being written leaves when its write ends (see `commit`).
+        """
         with self._lock:
+            if key in self._writing:
+                self._doomed.add(key)
             if key not in self._present:
                 return False
             self._leave(key)

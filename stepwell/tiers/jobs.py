@@ -4,9 +4,10 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Protocol
 
-from stepwell.clock import Clock
+from stepwell.core.keys import Key
 from stepwell.core.types import (
     Chunk,
     ChunkResult,
@@ -17,9 +18,10 @@ from stepwell.core.types import (
     Reason,
 )
 from stepwell.errors import ClosedError
-from stepwell.tiers.outcomes import DONE
+from stepwell.tiers.base import TierContext
+from stepwell.tiers.outcomes import DONE, count_result
 
-__all__ = ["JobRunner"]
+__all__ = ["JobRunner", "Work"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,24 @@ _GIVEN_UP = {
 }
 
 
+class Work(Protocol):
+    """What a tier does; all of it is called on the runner's threads."""
+
+    @property
+    def name(self) -> str:
+        """The tier's name, for threads, results and metrics."""
+        ...
+
+    def run_chunk(self, direction: Direction, chunk: Chunk) -> ChunkResult:
+        """Read or write one chunk."""
+        ...
+
+    def use(self, prefix: Sequence[Key]) -> Sequence[bool]:
+        """Make chunks recent, the first the most; says which are there. Called before the job
+        that used them is reported, so it does no I/O."""
+        ...
+
+
 @dataclass(slots=True)
 class _Running:
     job: Job
@@ -37,7 +57,6 @@ class _Running:
     results: list[ChunkResult | None]
     remaining: int
     moved_bytes: int = 0
-    size_bytes: int = field(default=0)
 
 
 class JobRunner:
@@ -49,37 +68,21 @@ class JobRunner:
     direction starves the other.
 
     Args:
-        name: of the threads.
+        work: what to do with a chunk.
         num_threads: >= 1.
-        run_chunk: does the work of one chunk of a READ or WRITE; called on the runner's threads.
-        touch: does the work of a whole TOUCH job.
-        on_result: told of every chunk's result, on the runner's threads.
-        on_end: told of every READ or WRITE job that ended, before `poll` reports it.
-        tier: the tier's name, for results.
-        clock: for deadlines.
-        inflight_writes_bytes: writes that would go beyond this are refused (QUEUE_FULL).
+        context: clock and metrics.
+        inflight_writes_bytes: chunks of writes beyond this are refused (QUEUE_FULL), the last
+            ones of a job first.
 
     Threading: `submit`, `poll`, `drain` and `close` from the owner's thread.
     """
 
     def __init__(
-        self,
-        name: str,
-        num_threads: int,
-        run_chunk: Callable[[Direction, Chunk], ChunkResult],
-        touch: Callable[[Sequence[Chunk]], list[ChunkResult]],
-        on_result: Callable[[Direction, Chunk, ChunkResult], None],
-        on_end: Callable[[Job, Sequence[ChunkResult]], None],
-        tier: str,
-        clock: Clock,
-        inflight_writes_bytes: int,
+        self, work: Work, num_threads: int, context: TierContext, inflight_writes_bytes: int
     ) -> None:
-        self._run_chunk = run_chunk
-        self._touch = touch
-        self._on_result = on_result
-        self._on_end = on_end
-        self._tier = tier
-        self._clock = clock
+        self._work = work
+        self._clock = context.clock
+        self._metrics = context.metrics
         self._inflight_writes_limit_bytes = inflight_writes_bytes
         self._inflight_writes_bytes = 0
         self._changed = threading.Condition()
@@ -91,15 +94,20 @@ class JobRunner:
         self._closed = False
         self._threads = [
             threading.Thread(
-                target=self._work,
+                target=self._run_queue,
                 args=(num_threads > 1 and idx % 4 == min(3, num_threads - 1),),
-                name=f"{name}-{idx}",
+                name=f"stepwell-{work.name}-{idx}",
                 daemon=True,
             )
             for idx in range(num_threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:
+            # No more threads to be had: leave none behind, or they would wait for ever.
+            self.close()
+            raise
 
     @property
     def unfinished(self) -> int:
@@ -115,32 +123,38 @@ class JobRunner:
         """
         if not job.chunks:
             raise ValueError(f"a job has at least one chunk: job_id={job.job_id}")
-        size_bytes = sum(len(chunk.buffer) for chunk in job.chunks)
-        running = _Running(
-            job, self._clock.monotonic(), [None] * len(job.chunks), len(job.chunks),
-            size_bytes=size_bytes,
-        )  # fmt: skip
+        num_chunks = len(job.chunks)
+        running = _Running(job, self._clock.monotonic(), [None] * num_chunks, num_chunks)
+        refused: Sequence[int] = ()
         with self._changed:
             if self._closed:
-                raise ClosedError(f"the tier is closed: tier={self._tier}")
+                raise ClosedError(f"the tier is closed: tier={self._work.name}")
             self._unfinished += 1
-            if job.direction is Direction.WRITE:
-                limit_bytes = self._inflight_writes_limit_bytes
-                if self._inflight_writes_bytes + size_bytes > limit_bytes:
-                    self._give_up(running, Reason.QUEUE_FULL)
-                    return
-                self._inflight_writes_bytes += size_bytes
-                self._writes.extend((running, idx) for idx in range(len(job.chunks)))
-            elif job.direction is Direction.TOUCH:
+            if job.direction is Direction.TOUCH:
                 self._reads.append((running, 0))
+            elif job.direction is Direction.READ:
+                self._reads.extend((running, idx) for idx in range(num_chunks))
             else:
-                self._reads.extend((running, idx) for idx in range(len(job.chunks)))
-            self._changed.notify(len(job.chunks))
+                admitted = self._admit(job.chunks)
+                self._writes.extend((running, idx) for idx in range(admitted))
+                refused = range(admitted, num_chunks)
+            self._changed.notify(num_chunks)
+        for idx in refused:
+            self._end_chunk(running, idx, ChunkResult(Outcome.FULL, Reason.QUEUE_FULL))
+
+    def _admit(self, chunks: Sequence[Chunk]) -> int:
+        # The beginning of a prefix is of use without its end, so the end is what is refused.
+        for idx, chunk in enumerate(chunks):
+            inflight_bytes = self._inflight_writes_bytes + len(chunk.buffer)
+            if inflight_bytes > self._inflight_writes_limit_bytes:
+                return idx
+            self._inflight_writes_bytes = inflight_bytes
+        return len(chunks)
 
     def run_soon(self, errand: Callable[[], None]) -> None:
-        """Run ``errand`` on a thread of the runner, before jobs; on this one once closed.
+        """Run ``errand`` on a thread of the runner, after reads; on this one once closed.
 
-        It reports nothing and must not raise. `drain` waits for it.
+        It reports nothing. `drain` waits for it.
         """
         with self._changed:
             if not self._closed:
@@ -148,7 +162,7 @@ class JobRunner:
                 self._unfinished += 1
                 self._changed.notify()
                 return
-        errand()
+        self._run_errand(errand)
 
     def poll(self) -> list[JobResult]:
         """The jobs that ended since the last call; never waits."""
@@ -175,46 +189,55 @@ class JobRunner:
             for chunk_idx in self._indices(running, idx):
                 self._end_chunk(running, chunk_idx, result)
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
 
-    def _work(self, writes_first: bool) -> None:
+    def _run_queue(self, writes_first: bool) -> None:
         while (taken := self._take(writes_first)) is not None:
             if not isinstance(taken, tuple):
-                taken()
+                self._run_errand(taken)
                 with self._changed:
                     self._unfinished -= 1
                     self._changed.notify_all()
                 continue
             running, idx = taken
-            job = running.job
-            results: Sequence[ChunkResult]
-            if self._clock.monotonic() - running.submitted_s > job.deadline_s:
-                results = [self._given_up(running, Reason.DEADLINE)] * len(
-                    self._indices(running, idx)
-                )
+            indices = self._indices(running, idx)
+            if self._clock.monotonic() - running.submitted_s > running.job.deadline_s:
+                results = [self._given_up(running, Reason.DEADLINE)] * len(indices)
             else:
-                results = self._run(job, idx)
-            for chunk_idx, result in zip(self._indices(running, idx), results, strict=True):
+                results = self._run(running.job, indices)
+            for chunk_idx, result in zip(indices, results, strict=True):
                 self._end_chunk(running, chunk_idx, result)
 
-    def _run(self, job: Job, idx: int) -> Sequence[ChunkResult]:
+    def _run(self, job: Job, indices: Sequence[int]) -> list[ChunkResult]:
         try:
-            if job.direction is Direction.TOUCH:
-                return self._touch(job.chunks)
-            return [self._run_chunk(job.direction, job.chunks[idx])]
+            if job.direction is not Direction.TOUCH:
+                return [self._work.run_chunk(job.direction, job.chunks[idx]) for idx in indices]
+            found = self._work.use([chunk.key for chunk in job.chunks])
+            absent = ChunkResult(Outcome.MISS, Reason.ABSENT)
+            return [DONE if here else absent for here in found]
         except Exception:  # counted: the result's reason is INTERNAL
-            logger.exception("a job failed in an unforeseen way: tier=%s", self._tier)
-            failed = ChunkResult(Outcome.FAILED, Reason.INTERNAL)
-            return [failed] * (len(job.chunks) if job.direction is Direction.TOUCH else 1)
+            logger.exception("a job failed in an unforeseen way: tier=%s", self._work.name)
+            return [ChunkResult(Outcome.FAILED, Reason.INTERNAL)] * len(indices)
+
+    def _run_errand(self, errand: Callable[[], None]) -> None:
+        try:
+            errand()
+        except Exception:  # counted as internal_errors
+            self._count_internal_error("errand")
+
+    def _count_internal_error(self, where: str) -> None:
+        logger.exception("an unforeseen error: tier=%s where=%s", self._work.name, where)
+        self._metrics.add("internal_errors", (where,))
 
     def _take(self, writes_first: bool) -> tuple[_Running, int] | Callable[[], None] | None:
         first, second = (self._writes, self._reads) if writes_first else (self._reads, self._writes)
         with self._changed:
             while True:
-                if self._errands:
-                    return self._errands.popleft()
                 if first:
                     return first.popleft()
+                if self._errands:
+                    return self._errands.popleft()
                 if second:
                     return second.popleft()
                 if self._closed:
@@ -232,18 +255,14 @@ class JobRunner:
     def _given_up(running: _Running, reason: Reason) -> ChunkResult:
         return ChunkResult(_GIVEN_UP[running.job.direction], reason)
 
-    def _give_up(self, running: _Running, reason: Reason) -> None:
-        result = self._given_up(running, reason)
-        running.size_bytes = 0
-        for idx in range(len(running.job.chunks)):
-            self._end_chunk(running, idx, result)
-
     def _end_chunk(self, running: _Running, idx: int, result: ChunkResult) -> None:
-        chunk = running.job.chunks[idx]
-        self._on_result(running.job.direction, chunk, result)
+        job, chunk = running.job, running.job.chunks[idx]
+        count_result(self._metrics, self._work.name, job.direction, chunk, result)
         with self._changed:
             running.results[idx] = result
             running.moved_bytes += len(chunk.buffer) if result == DONE else 0
+            if job.direction is Direction.WRITE and result.reason is not Reason.QUEUE_FULL:
+                self._inflight_writes_bytes -= len(chunk.buffer)
             running.remaining -= 1
             ended = running.remaining == 0
         if ended:
@@ -253,16 +272,17 @@ class JobRunner:
         job = running.job
         results = tuple(result for result in running.results if result is not None)
         if job.direction is not Direction.TOUCH:
-            self._on_end(job, results)
+            # Only the whole job knows the order of the prefix: its chunks end in any order.
+            done = zip(job.chunks, results, strict=True)
+            try:
+                self._work.use([chunk.key for chunk, r in done if r.outcome is Outcome.DONE])
+            except Exception:  # counted as internal_errors
+                self._count_internal_error("use")
+        name = self._work.name
+        tiers = tuple(name if r.outcome is Outcome.DONE else "" for r in results)
+        elapsed_s = self._clock.monotonic() - running.submitted_s
+        ended = JobResult(job.job_id, job.direction, results, running.moved_bytes, elapsed_s, tiers)
         with self._changed:
-            if job.direction is Direction.WRITE:
-                self._inflight_writes_bytes -= running.size_bytes
-            self._finished.append(
-                JobResult(
-                    job.job_id, job.direction, results, running.moved_bytes,
-                    self._clock.monotonic() - running.submitted_s,
-                    tuple(self._tier if r.outcome is Outcome.DONE else "" for r in results),
-                )
-            )  # fmt: skip
+            self._finished.append(ended)
             self._unfinished -= 1
             self._changed.notify_all()

@@ -51,6 +51,10 @@ class Driver:
             extra = Names("v1/kv_offload/tiering/base.py", "SecondaryTierManager", (method,))
             vllm_contract.REQUIREMENTS += (extra,)
 
+    def lose_tiering(self) -> None:
+        """Make this vLLM one without tiered offloading: its modules cannot be imported."""
+        sys.modules["vllm.v1.kv_offload.tiering.base"] = None  # type: ignore[assignment]
+
     def generate(
         self, prompts: list[list[int]], max_tokens: int = 8, together: bool = False
     ) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from stepwell.engines.vllm_args import kv_transfer_config
 from tests.engines.harness import EngineError, EngineProcess, prompt, transfer_config
 
 pytestmark = pytest.mark.engine
@@ -93,6 +94,13 @@ def test_vllms_own_connector_is_refused_with_what_to_write(
         engine.start(model, transfer)
 
 
+def test_the_gpu_form_on_the_cpu_build_is_refused_with_what_to_write(
+    model: Path, engine: EngineProcess, tmp_path: Path
+) -> None:
+    with pytest.raises(EngineError, match="vllm-args --cpu"):
+        engine.start(model, kv_transfer_config(str(tmp_path / "kv"), "64MiB"))
+
+
 def test_two_stepwell_tiers_in_one_engine(
     model: Path, engine: EngineProcess, tmp_path: Path
 ) -> None:
@@ -122,3 +130,28 @@ def test_a_vllm_that_does_not_fit_starts_without_stepwell_only_if_asked_to(
         assert not (tmp_path / "kv").exists()
     finally:
         engine.call("rely_on", method=None)
+
+
+def test_a_vllm_without_tiering_starts_without_stepwell_only_if_asked_to(
+    model: Path, new_process: Callable[..., EngineProcess], reference: Reference, tmp_path: Path
+) -> None:
+    one = prompt(0, 600)
+    process = new_process()
+    process.call("lose_tiering")
+    transfer = transfer_config(tmp_path / "kv")
+    with pytest.raises(EngineError, match=r"tiered offloading.*start_without.*vllm=0"):
+        process.start(model, transfer)
+    transfer = transfer_config(tmp_path / "kv", if_incompatible="start_without")
+    process.start(model, transfer)
+    assert process.answers([one]) == [reference(one)]
+    assert "starting WITHOUT Stepwell" in process.log()
+    assert not (tmp_path / "kv").exists()
+
+
+def test_a_primary_smaller_than_one_chunk(
+    model: Path, engine: EngineProcess, tmp_path: Path
+) -> None:
+    transfer = transfer_config(tmp_path / "kv")
+    transfer["kv_connector_extra_config"]["cpu_bytes_to_use"] = 100_000
+    with pytest.raises(EngineError, match=r"smaller than one chunk.*chunk=512.0 KiB"):
+        engine.start(model, transfer)

@@ -51,6 +51,15 @@ def test_other_weights_under_the_same_path(
     assert "weights" in inspect_text(path)
 
 
+def test_the_same_model_elsewhere_is_the_same(
+    model: Path, engine: EngineProcess, tmp_path: Path
+) -> None:
+    run_once(engine, model, tmp_path / "kv")
+    shutil.copytree(model, tmp_path / "moved")
+    answer = run_once(engine, tmp_path / "moved", tmp_path / "kv")
+    assert answer["cached"] == 7 * BLOCK_TOKENS
+
+
 def test_one_changed_weight_under_the_same_path(
     model: Path, engine: EngineProcess, tmp_path: Path
 ) -> None:
@@ -61,6 +70,24 @@ def test_one_changed_weight_under_the_same_path(
         file.seek(1_000_000)
         file.write(b"\0\0")
     assert run_once(engine, here, path)["cached"] == 0
+
+
+def test_another_format_in_the_same_directory(
+    model: Path, other_weights: Path, engine: EngineProcess, tmp_path: Path
+) -> None:
+    """The files were the same, only other ones were loaded: the old weights' KV was served."""
+    from safetensors.torch import load_file
+    from torch import save
+
+    path, here = tmp_path / "kv", tmp_path / "model"
+    shutil.copytree(model, here)
+    save(load_file(other_weights / "model.safetensors"), here / "old.pt")
+    run_once(engine, here, path, load_format="safetensors")
+    engine.start(other_weights, None)
+    expected = engine.answers([prompt(0, 1000)])[0]
+    engine.stop()
+    answer = run_once(engine, here, path, load_format="pt")
+    assert (answer["cached"], answer["ids"]) == (0, expected)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from stepwell.core.record import record_bytes
 from stepwell.core.types import Chunk, Direction, Lookup, Outcome
 from stepwell.errors import ConfigError
 from stepwell.testing import Driver, buffer_of, key_of, payload_of
-from stepwell.tiers import blockio, directory, disk
+from stepwell.tiers import blockio, directory, disk, files
 
 from .conftest import DiskPlace
 from .stalling import stalled_calls
@@ -71,7 +71,7 @@ class FaultyOs:
         self.healed = True
 
     def put_in(self, patch: pytest.MonkeyPatch) -> None:
-        for module in (blockio, directory, disk):
+        for module in (blockio, directory, disk, files):
             patch.setattr(module, "os", self)
 
 

@@ -152,7 +152,7 @@ class IndexMachine(RuleBasedStateMachine):
             expected = Reserve.EXISTS
         elif size > self.CAPACITY:
             expected = Reserve.NEVER
-        elif state == "leaving":
+        elif state in ("leaving", "doomed"):
             expected = Reserve.LEAVING
         elif used + size > self.CAPACITY:
             expected = Reserve.NO_ROOM
@@ -161,14 +161,16 @@ class IndexMachine(RuleBasedStateMachine):
             self.state[key] = ("writing", size)
         assert self.index.reserve(key, size) is expected
 
-    @precondition(lambda self: self.of("writing"))
+    @precondition(lambda self: self.of("writing") or self.of("doomed"))
     @rule(data=st.data(), good=st.booleans())
     def end_write(self, data: st.DataObject, good: bool) -> None:
-        key = data.draw(st.sampled_from(self.of("writing")))
+        key = data.draw(st.sampled_from(self.of("writing") + self.of("doomed")))
         if good:
-            self.index.commit(key)
-            self.state[key] = ("present", self.state[key][1])
-            self.order.append(key)
+            wanted = self.state[key][0] == "writing"
+            assert self.index.commit(key) == wanted
+            self.state[key] = ("present" if wanted else "leaving", self.state[key][1])
+            if wanted:
+                self.order.append(key)
         else:
             self.index.abort(key)
             del self.state[key]
@@ -179,6 +181,8 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.remove(key) == here
         if here:
             self.leave(key)
+        elif key in self.of("writing"):
+            self.state[key] = ("doomed", self.state[key][1])
 
     @rule(held=st.sets(keys))
     def evict(self, held: set[Key]) -> None:
@@ -212,11 +216,11 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def sums_agree(self) -> None:
-        sizes = dict.fromkeys(("present", "writing", "leaving"), 0)
+        sizes = dict.fromkeys(("present", "writing", "doomed", "leaving"), 0)
         for state, size in self.state.values():
             sizes[state] += size
         assert self.index.used_bytes == sum(sizes.values()) <= self.CAPACITY
-        assert self.index.writing_bytes == sizes["writing"]
+        assert self.index.writing_bytes == sizes["writing"] + sizes["doomed"]
         assert len(self.index) == len(self.of("present")) == len(self.order)
 
 

@@ -1,0 +1,424 @@
+"""The connector that says who the engine is, and the tier below vLLM's host memory.
+
+vLLM moves KV between the device and its primary (host memory); `StepwellTier` moves it between
+the primary and Stepwell's store.
+"""
+
+import contextvars
+import functools
+from collections import Counter
+from collections.abc import Callable, Sized
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, ParamSpec, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+    OffloadingConnector,
+)
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+    OffloadKey,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
+
+import stepwell
+from stepwell.core.identity import Identity
+from stepwell.core.keys import Root, make_key
+from stepwell.core.leases import Lease
+from stepwell.core.types import Chunk, Direction, JobResult, Lookup, Outcome, Reason
+from stepwell.engines.vllm_args import MODULE
+from stepwell.engines.vllm_check import TIER_TYPE, check, logger, reported
+from stepwell.engines.vllm_identity import describe_engine, with_hash
+from stepwell.errors import ConfigError, StepwellError
+from stepwell.metrics import DEFINITIONS
+from stepwell.settings import Settings, format_bytes
+from stepwell.store import Store
+
+__all__ = ["StepwellConnector", "StepwellTier"]
+
+# Given back at the request's end; a request that runs longer loses the protection, nothing else.
+_LEASE_S = 600.0
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Engine:
+    vllm_config: Any
+    kv_cache_config: Any
+
+
+_engine: contextvars.ContextVar[_Engine | None] = contextvars.ContextVar("engine", default=None)
+
+
+class StepwellConnector(OffloadingConnector):
+    """vLLM's OffloadingConnector, which also tells `StepwellTier` what it needs to know.
+
+    vLLM hands a tier a summary of its configuration that leaves out what KV depends on (rope
+    overrides, weights' revision, quantization, hash function, ...). The connector is given the
+    whole of it.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        transfer_config = vllm_config.kv_transfer_config
+        with reported():
+            check(transfer_config.kv_connector_extra_config)
+        token = _engine.set(_Engine(vllm_config, kv_cache_config))
+        try:
+            super().__init__(vllm_config, role, kv_cache_config)
+        finally:
+            _engine.reset(token)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """As vLLM's; checks the settings on the way, since this is asked before weights load."""
+        with reported():
+            check(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        layout: str | None = super().get_required_kvcache_layout(vllm_config)
+        return layout
+
+
+@dataclass(slots=True)
+class _RequestState:
+    """What one request asked for, and what it holds.
+
+    Attributes:
+        misses: why a chunk was not served. ABSENT may still change, any other reason stays: a
+            chunk whose read failed is not tried again for the same request.
+        unread: chunks that were there and have not been read (yet).
+        served: chunks that were read.
+        leases: on what is being read and written.
+    """
+
+    misses: dict[OffloadKey, Reason] = field(default_factory=dict)
+    unread: set[OffloadKey] = field(default_factory=set)
+    served: set[OffloadKey] = field(default_factory=set)
+    leases: list[Lease] = field(default_factory=list)
+
+    def miss(self, key: OffloadKey, reason: Reason) -> None:
+        """Note that a chunk is not to be had."""
+        self.unread.discard(key)
+        if key not in self.served:
+            self.misses[key] = reason
+
+    def counts(self) -> Counter[tuple[str, str]]:
+        """Every chunk that was asked for once, as (answer, reason)."""
+        counts: Counter[tuple[str, str]] = Counter()
+        counts[(Lookup.HIT.value, Reason.NONE)] = len(self.served)
+        counts[(Lookup.MISS.value, Reason.UNREAD)] = len(self.unread)
+        for reason in self.misses.values():
+            counts[(Lookup.MISS.value, reason)] += 1
+        return counts
+
+
+@dataclass(frozen=True, slots=True)
+class _JobInfo:
+    job_id: int
+    keys: list[OffloadKey]
+    request: _RequestState
+
+
+def _guarded(where: str, otherwise: T) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Answer ``otherwise`` instead of raising into an engine step, and count that."""
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(method)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return method(*args, **kwargs)
+            except Exception:  # counted as internal_errors
+                tier = args[0]
+                if isinstance(tier, StepwellTier):
+                    tier.on_internal_error(where)
+                return otherwise
+
+        return guarded
+
+    return decorate
+
+
+class StepwellTier(SecondaryTierManager):
+    """A secondary tier of vLLM that keeps chunks in a `stepwell.store.Store`.
+
+    Threading: vLLM calls from its scheduler thread; no call but `drain_jobs` and `shutdown`
+        waits for I/O, hashes a payload or touches a directory.
+    Ownership: vLLM pins the rows of a job until `get_finished_jobs` reports it.
+    Errors: ConfigError from the constructor; afterwards nothing is raised, a failure is a miss.
+
+    Args:
+        offloading_spec, primary_kv_view, tier_type, backpressure_detector: from vLLM.
+        settings: `stepwell.settings.Settings` as texts.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **settings: object,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = Locality.LOCAL
+        self._row_bytes = self.block_size_bytes
+        with reported():
+            self._settings = Settings.parse(settings)
+            self._engine_identity = self._describe(offloading_spec)
+            self._store = Store.open(self._settings)
+        # Last, since vLLM cannot give its memory back while a view of it is left.
+        self._rows = primary_kv_view.cast("B")
+        self._root: Root | None = None
+        self._requests: dict[str, _RequestState] = {}
+        self._jobs: dict[int, _JobInfo] = {}
+        self._ready: list[VllmJobResult] = []
+        self._told: dict[tuple[str, tuple[str, ...]], int] = {}
+        self._told_used: dict[str, int] = {}
+        logger.info(
+            "Stepwell %s: path=%s chunks=%d used=%s capacity=%s chunk=%s",
+            stepwell.__version__,
+            self._settings.path,
+            sum(len(tier) for tier in self._store.tiers if isinstance(tier, Sized)),
+            format_bytes(sum(getattr(tier, "used_bytes", 0) for tier in self._store.tiers)),
+            format_bytes(self._settings.capacity_bytes),
+            format_bytes(self._row_bytes),
+        )
+
+    @property
+    def store(self) -> Store:
+        """The store below this tier."""
+        return self._store
+
+    # Lookups.
+
+    @_guarded("on_new_request", RequestOffloadingContext())
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Open the request's books."""
+        if self._root is None:
+            # vLLM sets its hash function up after it has built its tiers.
+            whole = with_hash(self._engine_identity, kv_cache_utils.NONE_HASH)
+            self._root = self._store.use_root(whole)
+        self._requests[req_context.req_id] = _RequestState()
+        return RequestOffloadingContext()
+
+    @_guarded("lookup", LookupResult.MISS)
+    def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
+        """HIT or MISS, at once. A chunk whose read failed for this request stays a MISS."""
+        state = self._requests.get(req_context.req_id)
+        if state is None or self._root is None:
+            return LookupResult.MISS
+        if state.misses.get(key, Reason.ABSENT) is not Reason.ABSENT:
+            return LookupResult.MISS
+        # PENDING is no hit: while a chunk is being written, the primary has it.
+        if self._store.lookup([make_key(self._root, key)])[0] is not Lookup.HIT:
+            state.miss(key, Reason.ABSENT)
+            return LookupResult.MISS
+        state.misses.pop(key, None)
+        if key not in state.served:
+            state.unread.add(key)
+        return LookupResult.HIT
+
+    @_guarded("on_request_finished", None)
+    def on_request_finished(self, req_context: Any) -> None:
+        """Count what was asked, make the request's chunks recent, give its leases back."""
+        state = self._requests.pop(req_context.req_id, None)
+        if state is None or self._root is None:
+            return
+        for labels, amount in state.counts().items():
+            if amount:
+                self._store.context.metrics.add("lookups", labels, amount)
+        for lease in state.leases:
+            lease.release()
+        # All of the prompt, not only what we were asked for: what the device or the primary
+        # had is in use as well, and its beginning must not leave before its end.
+        positions: dict[OffloadKey, int] = req_context._offload_key_positions
+        if positions:
+            prefix = sorted(positions, key=positions.__getitem__)
+            self._store.touch([make_key(self._root, key) for key in prefix])
+
+    # Jobs.
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Begin to read chunks into rows of the primary."""
+        self._submit(job_metadata, Direction.READ)
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Begin to write rows of the primary."""
+        self._submit(job_metadata, Direction.WRITE)
+
+    def get_finished_jobs(self) -> list[VllmJobResult]:
+        """The loads and stores that ended since the last call."""
+        self._collect(self._poll())
+        ready, self._ready = self._ready, []
+        return ready
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine should go on stepping so that ended jobs are collected."""
+        return bool(self._jobs or self._ready)
+
+    def drain_jobs(self) -> None:
+        """Block until no job touches the primary; their results wait for `get_finished_jobs`."""
+        while self._jobs:
+            self._collect(self._drain())
+            if self._jobs and self._store.unfinished:
+                logger.warning("Stepwell: still waiting for I/O: jobs=%d", len(self._jobs))
+            elif self._jobs:
+                # Nothing runs any more, so nobody will report these; the engine must not wait.
+                self._ready += [VllmJobResult(i.job_id, success=False) for i in self._jobs.values()]
+                self._jobs.clear()
+
+    @_guarded("poll", list[JobResult]())
+    def _poll(self) -> list[JobResult]:
+        return self._store.poll()
+
+    @_guarded("drain", list[JobResult]())
+    def _drain(self) -> list[JobResult]:
+        return self._store.drain(10.0)
+
+    def shutdown(self) -> None:
+        """Stop the store's threads and let go of the primary's memory."""
+        self._store.close()
+        self._store.poll()
+        self._jobs.clear()
+        self._rows.release()
+
+    # Numbers.
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """The counters of `stepwell.metrics`, as ``vllm:stepwell_<name>`` on vLLM's /metrics."""
+        definitions: dict[str, OffloadingMetricMetadata] = {
+            f"vllm:stepwell_{d.name}": OffloadingCounterMetadata(d.documentation, d.labels)
+            for d in DEFINITIONS
+        }
+        definitions["vllm:stepwell_used_bytes"] = OffloadingGaugeMetadata(
+            "Bytes that a tier takes.", ("tier",)
+        )
+        return definitions
+
+    @_guarded("get_stats", None)
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """What was counted since the last call."""
+        now = self._store.context.metrics.snapshot()
+        used = {
+            tier.name: int(used_bytes)
+            for tier in self._store.tiers
+            if (used_bytes := getattr(tier, "used_bytes", None)) is not None
+        }
+        if now == self._told and used == self._told_used:
+            return None
+        stats = OffloadingConnectorStats()
+        for (name, labels), value in now.items():
+            added = value - self._told.get((name, labels), 0)
+            if added:
+                stats.increase_counter(f"vllm:stepwell_{name}", added, labels)
+        for tier_name, used_bytes in used.items():
+            stats.set_gauge("vllm:stepwell_used_bytes", used_bytes, (tier_name,))
+        self._told, self._told_used = now, used
+        return stats
+
+    def on_internal_error(self, where: str) -> None:
+        """Count and log an exception that was kept from the engine."""
+        self._store.context.metrics.add("internal_errors", (where,))
+        logger.exception("Stepwell: an internal error became a miss: where=%s", where)
+
+    # Within.
+
+    def _describe(self, offloading_spec: Any) -> Identity:
+        engine = _engine.get()
+        if engine is None:
+            raise ConfigError(
+                f"{TIER_TYPE} needs Stepwell's connector, which knows the engine's whole "
+                f'configuration: write "kv_connector": "StepwellConnector", '
+                f'"kv_connector_module_path": "{MODULE}", or let "stepwell vllm-args" print it: '
+                f"kv_connector=OffloadingConnector"
+            )
+        return describe_engine(
+            engine.vllm_config,
+            engine.kv_cache_config,
+            offloading_spec.config,
+            weights_id=self._settings.weights_id,
+            chunk_bytes=self._row_bytes,
+        )
+
+    def _submit(self, job: TransferJob, direction: Direction) -> None:
+        # Whatever happens, vLLM hears of the job again, or its rows stay pinned for ever; and a
+        # chunk that could not be read is not offered again, or the request circles for ever.
+        state = self._requests.get(job.req_context.req_id) or _RequestState()
+        try:
+            store_job_id = self._begin(job, direction, state)
+        except Exception:  # counted as internal_errors
+            self.on_internal_error(f"submit_{direction}")
+            if direction is Direction.READ:
+                for key in job.keys:
+                    state.miss(key, Reason.INTERNAL)
+            self._ready.append(VllmJobResult(job.job_id, success=False))
+        else:
+            self._jobs[store_job_id] = _JobInfo(job.job_id, list(job.keys), state)
+
+    def _begin(self, job: TransferJob, direction: Direction, state: _RequestState) -> int:
+        if self._root is None:
+            raise StepwellError("no request was announced")
+        keys = [make_key(self._root, key) for key in job.keys]
+        position = job.req_context.get_offload_key_position
+        chunks = [
+            Chunk(full_key, self._row(int(row)), position(key) or 0)
+            for key, full_key, row in zip(job.keys, keys, job.chunk_ids, strict=True)
+        ]
+        # Neither what is about to be read nor the beginning of a prefix whose end is still
+        # being written may be evicted meanwhile.
+        state.leases.append(self._store.acquire(keys, _LEASE_S))
+        if direction is Direction.READ:
+            return self._store.read(chunks, self._settings.read_deadline_s)
+        return self._store.write(chunks, self._settings.write_deadline_s)
+
+    def _row(self, row_idx: int) -> memoryview:
+        begin = row_idx * self._row_bytes
+        return self._rows[begin : begin + self._row_bytes]
+
+    def _collect(self, results: list[JobResult]) -> None:
+        for result in results:
+            info = self._jobs.pop(result.job_id, None)
+            if info is None:
+                continue  # a touch
+            done = [
+                key
+                for key, r in zip(info.keys, result.results, strict=True)
+                if r.outcome is Outcome.DONE
+            ]
+            if result.direction is Direction.READ:
+                self._note_read(info, result)
+            self._ready.append(
+                VllmJobResult(
+                    info.job_id,
+                    success=result.done,
+                    successful_keys=done if done and not result.done else None,
+                    transfer_time=result.elapsed_s,
+                    transfer_bytes=result.moved_bytes,
+                )
+            )
+
+    def _note_read(self, info: _JobInfo, result: JobResult) -> None:
+        state = info.request
+        for key, chunk_result in zip(info.keys, result.results, strict=True):
+            if chunk_result.outcome is Outcome.DONE:
+                state.unread.discard(key)
+                state.served.add(key)
+            else:
+                # ABSENT here means that the chunk left between lookup and read.
+                absent = chunk_result.reason is Reason.ABSENT
+                state.miss(key, Reason.VANISHED if absent else chunk_result.reason)
