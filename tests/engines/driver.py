@@ -132,6 +132,20 @@ class Driver:
             self.timings[name] = []
             setattr(tier, name, self._timed(getattr(tier, name), self.timings[name]))
 
+    def break_store(self, name: str, times: int) -> None:
+        """Make the next calls of a method of the store raise."""
+        store = self._tier().store
+        real = getattr(type(store), name).__get__(store)
+        left = [times]
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            if left[0] > 0:
+                left[0] -= 1
+                raise RuntimeError(f"{name} was broken by the test")
+            return real(*args, **kwargs)
+
+        setattr(store, name, broken)
+
     def timings_s(self) -> dict[str, list[float]]:
         """What `time_calls` noted, in seconds."""
         return self.timings
