@@ -40,6 +40,7 @@ _THREADS = 1
 _COUNTERS_TIMEOUT_S = 5.0
 _ROW_ORDER = (RECOMPUTE, DISK, DEVICE, VLLM_FS)
 _WARM_UP_TOKENS = (16, 1024)  # one short, one that runs every kernel on a large batch
+_GEMMA_TERMS = ", under the Gemma terms of use"
 _WARM_UP_SEED = 1_000_000  # far from any session's
 
 
@@ -156,7 +157,7 @@ class _Demo:
         order = {concurrency: idx for idx, concurrency in enumerate(options.concurrencies)}
         rows = sorted(self._rows, key=lambda r: (_ROW_ORDER.index(r.mode), order[r.concurrency]))
         return DemoResult(
-            model=self._info.words,
+            model=self._info.words + (_GEMMA_TERMS if options.model == "gemma" else ""),
             prompt_tokens=options.prompt_tokens,
             sessions=options.sessions,
             rows=tuple(rows),
