@@ -373,8 +373,7 @@ def test_a_record_is_not_counted_twice_while_it_is_set_aside(
     monkeypatch.setattr(ChunkIndex, "freed", look_and_free)
     read_checked(driver, KEYS)
     place.tier.drain(30)
-    while not seen:
-        pass
+    driver.wait_until(lambda: bool(seen), "a look at the sum while a record is set aside")
     assert seen == [4 * (HEADER_BYTES + 8192)]
 
 
