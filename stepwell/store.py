@@ -5,6 +5,7 @@ where that turns out to be a miss, the next one that has it; what a lower tier s
 up before the read is reported.
 """
 
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from stepwell.tiers.disk import DiskTier
 from stepwell.tiers.host import HostTier
 
 __all__ = ["Store"]
+
+logger = logging.getLogger(__name__)
 
 _ABSENT = ChunkResult(Outcome.MISS, Reason.ABSENT)
 
@@ -221,8 +224,15 @@ class Store:
             )
         except ClosedError:
             # A tier closed between a read's first and second try: what is left is a miss.
-            del self._tier_jobs[tier_idx][job_id]
-            request.waiting -= 1
+            self._not_begun(tier_idx, job_id)
+        except Exception:  # counted as internal_errors
+            # Raised on, the caller would take its buffers back while other tiers still fill them.
+            logger.exception("a tier refused a job: tier=%s", self.tiers[tier_idx].name)
+            self.context.metrics.add("internal_errors", ("tier_submit",))
+            self._not_begun(tier_idx, job_id)
+
+    def _not_begun(self, tier_idx: int, job_id: int) -> None:
+        self._tier_jobs[tier_idx].pop(job_id).request.waiting -= 1
 
     def _to_every_tier(self, request: _Request) -> int:
         for tier_idx in range(len(self.tiers)):

@@ -496,3 +496,20 @@ TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = hypothesis_settings(
     max_examples=20, stateful_step_count=25, deadline=None
 )
+
+
+def test_a_tier_that_refuses_a_job_does_not_lose_the_others() -> None:
+    """The exception went to the caller, who took buffers back that another tier still filled."""
+    harness = Harness()
+    harness.write_to(harness.upper, KEYS[:2])
+    harness.write_to(harness.lower, KEYS[2:4])
+
+    def refuse(job: object) -> None:
+        raise MemoryError("no room for a job")
+
+    harness.lower.submit = refuse  # type: ignore[method-assign]
+    chunks = [Chunk(key, buffer_of(SIZE)) for key in KEYS[:4]]
+    result = wait(harness.store, harness.store.read(chunks))
+    assert result.results == (DONE, DONE, ABSENT, ABSENT)
+    assert wait(harness.store, harness.store.write(chunks_of(KEYS[4:6]))).done
+    assert harness.context.metrics.value("internal_errors") == 2

@@ -18,7 +18,7 @@ WEIGHT_SUFFIXES = frozenset(
 # What a model directory holds besides what its KV depends on. Everything else is hashed: weights
 # of every format, the index that says which are loaded, code, configurations of processors.
 _HARMLESS = re.compile(
-    r"(?i)\.|readme|licen[cs]e|notice|tokenizer|special_tokens|added_tokens|vocab|merges"
+    r"(?i)readme|licen[cs]e|notice|tokenizer|special_tokens|added_tokens|vocab|merges"
     r"|chat_template|generation_config|.*\.(md|txt|jinja|png|jpe?g|svg|html|pdf|lock)$"
 )
 
@@ -52,7 +52,7 @@ def fingerprint(model_dir: Path, *, full_bytes: int = FULL_BYTES) -> str:
         files = sorted(
             path
             for path, parts in relative.items()
-            if path.is_file() and not any(_HARMLESS.match(part) for part in parts)
+            if path.is_file() and not _is_harmless(path, parts)
         )
     if not any(path.suffix in WEIGHT_SUFFIXES for path in files):
         raise ConfigError(
@@ -73,6 +73,14 @@ def fingerprint(model_dir: Path, *, full_bytes: int = FULL_BYTES) -> str:
             f"a weight file cannot be read ({error.strerror}): file={error.filename}"
         ) from error
     return f"xxh3-128:{'full' if whole else 'sampled'}:{digest.hexdigest()}"
+
+
+def _is_harmless(path: Path, parts: tuple[str, ...]) -> bool:
+    if any(part.startswith(".") for part in parts):
+        return True  # what tools leave behind; engines do not load from there
+    if path.suffix in WEIGHT_SUFFIXES or path.suffix == ".py":
+        return False  # whatever it is called
+    return any(_HARMLESS.match(part) for part in parts)
 
 
 def _pieces(path: Path, size: int, *, whole: bool) -> Iterator[bytes]:

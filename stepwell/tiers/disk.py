@@ -257,7 +257,9 @@ class DiskTier(ThreadedTier):
     def _write_file(self, partial: str, path: str, header: bytes, chunk: Chunk) -> None:
         try:
             root = root_of(chunk.key)
-            if root not in self._described:  # once per root and process: it may have been removed
+            # Once per root and process, since its description may be gone; and whenever LOCK is
+            # no longer the one we hold, since another process may own the store now.
+            if root not in self._described or not self._directory.owned():
                 self._directory.make_parents(path, self._context.registry.get(root))
                 self._described.add(root)
             try:
@@ -291,7 +293,7 @@ class DiskTier(ThreadedTier):
                 missing_bytes = self._missing_free_bytes(size_bytes)
                 short_of_free = missing_bytes > 0
                 answer = Reserve.NO_ROOM if short_of_free else self._reserve(key, size_bytes)
-            wanted_bytes = wanted_bytes or missing_bytes
+            wanted_bytes = max(wanted_bytes, missing_bytes)
             if short_of_free and (missing_bytes > self.used_bytes or freed_bytes > wanted_bytes):
                 # Evicting must help, or the cache would be emptied for nothing: everything must
                 # suffice, and what was evicted show. Some file systems free space later.
@@ -305,10 +307,11 @@ class DiskTier(ThreadedTier):
                     return NO_ROOM
                 case Reserve.NO_ROOM:
                     freed = self._free_something()
-                    freed_bytes += freed or 0
                     if freed is None:
                         reason = Reason.MIN_FREE if short_of_free else Reason.CAPACITY
                         return ChunkResult(Outcome.FULL, reason)
+                    # What leaves for the capacity's sake says nothing about free space.
+                    freed_bytes += freed if short_of_free else 0
 
     def _reserve(self, key: Key, size_bytes: int) -> Reserve:
         # The quarantine counts as well: it is the first to go.

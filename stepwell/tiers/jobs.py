@@ -152,7 +152,7 @@ class JobRunner:
         return len(chunks)
 
     def run_soon(self, errand: Callable[[], None]) -> None:
-        """Run ``errand`` on a thread of the runner, after reads; on this one once closed.
+        """Run ``errand`` soon on a thread of the runner; on this one once closed.
 
         It reports nothing. `drain` waits for it.
         """
@@ -231,13 +231,16 @@ class JobRunner:
         self._metrics.add("internal_errors", (where,))
 
     def _take(self, writes_first: bool) -> tuple[_Running, int] | Callable[[], None] | None:
+        # Errands go after reads, which somebody waits for; but never behind an endless stream
+        # of them, so the threads that look at writes first, or the only thread, take them first.
+        errands_first = writes_first or len(self._threads) == 1
         first, second = (self._writes, self._reads) if writes_first else (self._reads, self._writes)
         with self._changed:
             while True:
+                if self._errands and (errands_first or not first):
+                    return self._errands.popleft()
                 if first:
                     return first.popleft()
-                if self._errands:
-                    return self._errands.popleft()
                 if second:
                     return second.popleft()
                 if self._closed:

@@ -36,7 +36,18 @@ def test_what_kv_may_depend_on_changes_it(model_dir: Path, name: str) -> None:
     assert fingerprint(model_dir) != before
 
 
-@pytest.mark.parametrize("name", ["new.safetensors", "model.tensors", "adapter.pt", "new.yaml"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "new.safetensors",
+        "model.tensors",
+        "adapter.pt",
+        "new.yaml",
+        "vocab_parallel.safetensors",
+        "tokenizer_embedding.bin",
+        "tokenizer.py",
+    ],
+)
 def test_a_new_file_changes_it(model_dir: Path, name: str) -> None:
     before = fingerprint(model_dir)
     (model_dir / name).write_bytes(b"new")

@@ -230,7 +230,7 @@ def test_close_gives_up_what_waits_and_counts_it(make: Callable[..., Bench]) -> 
     assert bench.runner.unfinished == 0
 
 
-def test_errands_go_after_reads_and_are_waited_for(make: Callable[..., Bench]) -> None:
+def test_errands_of_an_only_thread_go_first_and_are_waited_for(make: Callable[..., Bench]) -> None:
     bench = make(1)
     done: list[str] = []
     bench.gate.clear()
@@ -242,7 +242,7 @@ def test_errands_go_after_reads_and_are_waited_for(make: Callable[..., Bench]) -
     assert not bench.runner.drain(0.01)
     bench.gate.set()
     bench.wait()
-    assert done == ["after 2"]
+    assert done == ["after 1"]
     bench.runner.close()
     bench.runner.run_soon(lambda: done.append("at once"))
     assert done[-1] == "at once"
@@ -260,3 +260,16 @@ def test_many_small_jobs_on_many_threads(make: Callable[..., Bench]) -> None:
     assert len(bench.reported) == 600
     assert all(result.done for result in results.values())
     assert all(len(results[i].results) == 1 + i % 4 for i in range(600))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 4, 8])
+def test_endless_jobs_do_not_starve_errands(make: Callable[..., Bench], num_threads: int) -> None:
+    """An errand behind both reads and writes would hold a deleted chunk's bytes for ever."""
+    bench = make(num_threads)
+    bench.pause_s = 0.001
+    bench.submit(0, chunks=300)
+    bench.submit(1, Direction.WRITE, chunks=300)
+    begun: list[int] = []
+    bench.runner.run_soon(lambda: begun.append(len(bench.begun)))
+    bench.wait()
+    assert begun[0] < 300

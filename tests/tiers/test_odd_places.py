@@ -142,3 +142,20 @@ def test_whoever_lost_the_store_writes_no_more(tmp_path: Path) -> None:
     assert [r.outcome for r in Driver(second).write([key_of("a")])] == ["done"]
     first.close()
     second.close()
+
+
+def test_a_removed_lock_is_taken_again_or_the_store_is_lost(tmp_path: Path) -> None:
+    """Only LOCK was removed: both owners wrote on, each up to the whole capacity."""
+    first = open_tier(tmp_path / "kv")
+    driver = Driver(first)
+    driver.write([key_of("a")])
+    (tmp_path / "kv/LOCK").unlink()
+    assert [r.outcome for r in driver.write([key_of("b")])] == ["done"]
+    with pytest.raises(ConfigError, match="another process"):
+        open_tier(tmp_path / "kv")
+    (tmp_path / "kv/LOCK").unlink()
+    second = open_tier(tmp_path / "kv")
+    assert [r.outcome for r in driver.write([key_of("c")])] == ["failed"]
+    assert driver.read([key_of("a")])[0].done, "what is there may still be read"
+    first.close()
+    second.close()
