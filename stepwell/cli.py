@@ -1,4 +1,4 @@
-"""The command line: `stepwell demo`, `vllm-args`, `inspect` and `check`.
+"""The command line: `stepwell demo`, `vllm-args`, `inspect`, `check` and `bench`.
 
 Parses and prints; what the commands do lies in `stepwell.ops`, `stepwell.bench` and
 `stepwell.engines`, imported only by the command that needs it.
@@ -10,6 +10,7 @@ carried out; 130 interrupted.
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 import time
@@ -30,6 +31,8 @@ EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
 Command = Callable[[argparse.Namespace], int]
+
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,7 +94,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from stepwell.ops.inspect import inspect_store
     from stepwell.ops.report import inspect_json, inspect_text
 
-    report = inspect_store(_directory(arguments.path))
+    report = inspect_store(_directory(arguments.path), rated_dwpd=arguments.rated_dwpd)
     _print(inspect_json(report) if arguments.json else inspect_text(report))
     return EXIT_OK
 
@@ -160,6 +163,36 @@ def _demo(arguments: argparse.Namespace) -> int:
     return EXIT_OK if result.ok else EXIT_WRONG
 
 
+def _bench_storage(arguments: argparse.Namespace) -> int:
+    from stepwell.bench.storage import StorageOptions, run_storage
+    from stepwell.bench.storage_report import storage_json, storage_text
+
+    given = {
+        "paths": tuple(arguments.path),
+        "chunks": tuple(arguments.chunk),
+        "jobs": arguments.jobs,
+        "chunks_per_job": arguments.chunks_per_job,
+        "size": arguments.size,
+        "rounds": arguments.rounds,
+        "threads": arguments.threads,
+    }
+    known = {name: value for name, value in given.items() if value not in (None, ())}
+    result = run_storage(StorageOptions(**known))
+    _print(storage_json(result) if arguments.json else storage_text(result))
+    return EXIT_OK  # whatever was measured: a time decides nothing
+
+
+def _bench_index(arguments: argparse.Namespace) -> int:
+    from stepwell.bench.index import IndexOptions, run_index
+    from stepwell.bench.index_report import index_json, index_text
+
+    result = run_index(
+        IndexOptions(arguments.path, arguments.chunks, arguments.chunk, not arguments.no_scan)
+    )
+    _print(index_json(result) if arguments.json else index_text(result))
+    return EXIT_OK  # whatever was measured: a time decides nothing
+
+
 def _print(report: str | dict[str, object]) -> None:
     text = report if isinstance(report, str) else json.dumps(report, indent=2)
     # A path may hold bytes that are no text; they are shown, not stumbled over.
@@ -183,18 +216,21 @@ def _directory(text: str) -> Path:
 
 def _assignments(texts: Sequence[str]) -> dict[str, object]:
     """Settings from ``name=value`` texts; what they mean is checked where they are used."""
+    from stepwell.settings import NUMBERS
+
     settings: dict[str, object] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise ConfigError(f"--set takes name=value, such as io_threads=16: set={text!r}")
-        if name in ("path", "capacity"):
-            raise ConfigError(f"give --{name} instead: set={text!r}")
+        if name in ("path", "paths", "capacity"):
+            option = "--path, once for each drive," if name == "paths" else f"--{name}"
+            raise ConfigError(f"give {option} instead: set={text!r}")
         if name in settings:
             raise ConfigError(f"{name} is set twice: set={text!r}")
-        # The one setting that is a bare number; all the others carry a unit or are texts.
-        is_number = name == "io_threads" and value.isascii() and value.isdigit()
-        settings[name] = int(value) if is_number else value
+        # The others carry a unit or are texts.
+        is_number = name in NUMBERS and _NUMBER.fullmatch(value)
+        settings[name] = json.loads(value) if is_number else value
     return settings
 
 
@@ -226,7 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"stepwell {stepwell.__version__}")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for add in (_add_demo, _add_vllm_args, _add_inspect, _add_check):
+    for add in (_add_demo, _add_vllm_args, _add_inspect, _add_check, _add_bench):
         add(commands)
     return parser
 
@@ -314,7 +350,7 @@ def _add_vllm_args(commands: "Commands[_Parser]") -> None:
     from stepwell.settings import Settings
 
     known = Settings.keys()
-    others = [name for name in known if name not in ("path", "capacity")]
+    others = [name for name in known if name not in ("path", "paths", "capacity")]
     parser = _add(
         commands, "vllm-args", _vllm_args,
         "print the value for vLLM's --kv-transfer-config",
@@ -332,12 +368,13 @@ examples:
       in a script; the double quotes are needed""",
     )  # fmt: skip
     parser.add_argument(
-        "--path", required=True, metavar="DIR",
-        help="absolute directory for the store, on a local drive; made by the engine if missing",
+        "--path", required=True, action="append", metavar="DIR",
+        help="absolute directory for the store, on a local drive; made by the engine if missing; "
+        "may be given once for each of several drives, which then are one striped tier",
     )  # fmt: skip
     parser.add_argument(
         "--capacity", required=True, metavar="SIZE",
-        help="what the store may take on the drive, with a unit: 20GiB, 1.5TB",
+        help="what the store may take, on all drives together, with a unit: 20GiB, 1.5TB",
     )  # fmt: skip
     parser.add_argument(
         "--primary", default="4GiB", metavar="SIZE",
@@ -351,7 +388,7 @@ examples:
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE",
         help="a further setting, such as min_free=10GiB; may be given several times. "
-        f"Settings: {', '.join(others)}",
+        f"Settings: {', '.join(others)}; and instead of path, for several drives, paths",
     )  # fmt: skip
 
 
@@ -365,13 +402,22 @@ chunks and bytes, and when they were last used. Where there are several such roo
 what they differ, which is why an engine that you expect to find data may not. Changes nothing
 and works while an engine uses the store. Record contents are not read: `stepwell check` does.
 
-Also mentioned: what was set aside because it was wrong, and memory in /dev/shm that a stopped
-vLLM left behind.""",
+It reads the store's journal; where that is missing or damaged it reads every record's header
+instead, which takes longer, and says so.
+
+Also mentioned: slots used and free, what was set aside because it was wrong, how much was
+written to the drive and how long it lasts at that, and memory in /dev/shm that a stopped vLLM
+left behind.""",
         """\
 example:
-  stepwell inspect /mnt/nvme/kv""",
+  stepwell inspect /mnt/nvme/kv --rated-dwpd 3""",
     )  # fmt: skip
     parser.add_argument("path", metavar="PATH", help="directory of the store")
+    parser.add_argument(
+        "--rated-dwpd", type=float, default=1.0, metavar="N",
+        help="drive writes per day, over five years, that the drive is rated for; on its data "
+        "sheet (default 1). The file system's size is taken for the drive's",
+    )  # fmt: skip
 
 
 def _add_check(commands: "Commands[_Parser]") -> None:
@@ -381,18 +427,122 @@ def _add_check(commands: "Commands[_Parser]") -> None:
         """\
 Read every record of a store and verify all of it: header, name, length, checksum, padding. An
 engine does the same with each record that it reads; this finds what is wrong before it asks.
-Without --fix nothing is changed, and an engine may go on using the store meanwhile.""",
+Also looked at: the journal, the extents, the descriptions, and what lies among them without
+belonging there. Without --fix nothing is changed, and an engine may go on using the store
+meanwhile; what leaves while it is looked at is passed over.
+
+With --fix a bad record is set aside, as an engine does that meets it: it is served no more, its
+bytes stay for a look, and its slot is the first to be used again. A damaged journal is made anew
+from the records' headers, an extent with an odd end is cut to whole slots. What is not the
+store's, and a damaged description, is moved to PATH/strays and not deleted, since it may be
+somebody's; nobody counts what lies there, so remove it when nobody misses it.""",
         """\
 examples:
   stepwell check /mnt/nvme/kv
   stepwell check /mnt/nvme/kv --fix        with the engine stopped
 
-Exit status: 0 nothing was wrong, 1 something was (also if --fix moved it away), 2 the store
-could not be checked.""",
+Exit status: 0 nothing was wrong, 1 something was (also if --fix put it right), 2 the store could
+not be checked.""",
     )  # fmt: skip
     parser.add_argument("path", metavar="PATH", help="directory of the store")
     parser.add_argument(
         "--fix", action="store_true",
-        help="move what is wrong to the store's quarantine, so that it can be stored anew, and "
-        "remove unfinished writes; no engine may be using the store",
+        help="put right what is wrong, as said above, and remove unfinished files; no engine may "
+        "be using the store",
     )  # fmt: skip
+
+
+def _add_bench(commands: "Commands[_Parser]") -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure Stepwell's parts on this machine",
+        description="Measure Stepwell's parts on this machine, beside what the machine can do.",
+        epilog="`stepwell bench storage --help` and `stepwell bench index --help` explain them.",
+        allow_abbrev=False,
+    )
+    benchmarks = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    _add_bench_storage(benchmarks)
+    _add_bench_index(benchmarks)
+
+
+def _add_bench_index(commands: "Commands[_Parser]") -> None:
+    parser = _add(
+        commands, "index", _bench_index,
+        "memory, lookups and restarts of a store of very many small chunks",
+        """\
+Fill a store with very many small chunks, then open it in a fresh process: how long until the first
+chunk is read back, from the journal and, with the journal lost, from every record's header; how
+much memory the index takes; how many chunks a second can be looked up.
+
+Works in a new folder in DIR and removes it at the end, also after Ctrl-C. A chunk takes its size
+and some 5 KB there: a million of 4KiB, 8 GiB.""",
+        """\
+examples:
+  stepwell bench index --path /mnt/nvme
+  stepwell bench index --path /mnt/nvme --chunks 1000000 --json
+
+Exit status: 0 it was measured, whatever the figures are, 2 it could not be.""",
+    )  # fmt: skip
+    parser.add_argument(
+        "--path", default="", metavar="DIR",
+        help="existing absolute directory on the drive to use; default: the current directory",
+    )  # fmt: skip
+    parser.add_argument("--chunks", type=int, default=100_000, metavar="N", help="default 100000")
+    parser.add_argument(
+        "--chunk", default="4KiB", metavar="SIZE", help="size of a chunk (default 4KiB)"
+    )
+    parser.add_argument(
+        "--no-scan", action="store_true", help="leave out the start without a journal"
+    )
+
+
+def _add_bench_storage(commands: "Commands[_Parser]") -> None:
+    parser = _add(
+        commands, "storage", _bench_storage,
+        "write and cold read of the disk tier, beside the bare drive",
+        """\
+Measure how fast the disk tier writes, and reads what is not in memory, in one run beside three
+things: a plain preallocated file read and written with O_DIRECT at its best queue depth, which is
+what the drive can do (raw); a file per chunk, written under a temporary name and renamed, 16 at
+once, which is how most KV-cache stores do it; and a memory copy. They take turns, with the same
+buffers, round by round. The first round fills empty space and is reported by itself; the others
+overwrite. What is read is compared with what was written.
+
+Works in a new folder in DIR and removes it at the end, also after Ctrl-C. Needs about 3 times
+--size free there, and as much memory as --size. By default it writes some 15 times --size for
+each chunk size, which a drive's endurance should bear.""",
+        """\
+examples:
+  stepwell bench storage --path /mnt/nvme
+  stepwell bench storage --path /mnt/nvme --size 512MiB --chunk 8MiB --json      a quick one
+
+Exit status: 0 it was measured, whatever the figures are, 2 it could not be.""",
+    )  # fmt: skip
+    parser.add_argument(
+        "--path", action="append", default=[], metavar="DIR",
+        help="existing absolute directory on the drive to measure; may be given once for each "
+        "drive of a striped tier; default: the current directory",
+    )  # fmt: skip
+    parser.add_argument(
+        "--chunk", action="append", default=[], metavar="SIZE",
+        help="size of a chunk, a multiple of 4KiB; may be given several times (default 2MiB and "
+        "8MiB)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="jobs in flight at the tier (default 16)"
+    )
+    parser.add_argument(
+        "--chunks-per-job", type=int, metavar="N",
+        help="default: so many that --jobs jobs make --size, which is one burst; with less, the "
+        "next job is submitted when one is done",
+    )  # fmt: skip
+    parser.add_argument(
+        "--size", metavar="SIZE", help="bytes that every round writes and reads (default 4GiB)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, metavar="N",
+        help="rounds after the first fill, of which the medians are taken (default 3)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="threads of the disk tier (default 8)"
+    )

@@ -4,12 +4,12 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-__all__ = ["DEFINITIONS", "CounterDefinition", "Metrics"]
+__all__ = ["DEFINITIONS", "GAUGES", "CounterDefinition", "Metrics"]
 
 
 @dataclass(frozen=True, slots=True)
 class CounterDefinition:
-    """Name, help text and label names of one counter."""
+    """Name, help text and label names of one counter or gauge."""
 
     name: str
     documentation: str
@@ -22,6 +22,13 @@ DEFINITIONS: tuple[CounterDefinition, ...] = (
         "Chunks that an engine asked for, by answer and reason of a miss.",
         ("answer", "reason"),
     ),
+    CounterDefinition("asked_tokens", "Tokens of the chunks that an engine asked for.", ()),
+    CounterDefinition(
+        "served_tokens",
+        "Of those, tokens that a tier served; with missed_tokens they add up to asked_tokens.",
+        ("tier",),
+    ),
+    CounterDefinition("missed_tokens", "Of those, tokens that no tier served.", ("reason",)),
     CounterDefinition(
         "read_chunks",
         "Chunks asked of a tier by reads, by outcome and reason.",
@@ -34,7 +41,17 @@ DEFINITIONS: tuple[CounterDefinition, ...] = (
         ("tier", "outcome", "reason"),
     ),
     CounterDefinition("write_bytes", "Payload bytes taken by a tier.", ("tier",)),
-    CounterDefinition("evicted_chunks", "Chunks that left a tier to make room.", ("tier",)),
+    CounterDefinition(
+        "joined_reads", "Chunks served by a read that another job had begun.", ("tier",)
+    ),
+    CounterDefinition(
+        "evicted_chunks", "Chunks that left a tier to make room, by reason.", ("tier", "reason")
+    ),
+    CounterDefinition(
+        "demoted_chunks",
+        "Chunks copied from the uppermost tier to lower ones, by outcome and reason.",
+        ("outcome", "reason"),
+    ),
     CounterDefinition(
         "quarantined_chunks",
         "Records set aside because they were wrong, by reason.",
@@ -44,6 +61,25 @@ DEFINITIONS: tuple[CounterDefinition, ...] = (
         "internal_errors", "Exceptions caught at a seam so that the engine goes on.", ("where",)
     ),
 )
+
+GAUGES: tuple[CounterDefinition, ...] = (
+    CounterDefinition("used_bytes", "Bytes that the records of a tier take.", ("tier",)),
+    CounterDefinition(
+        "allocated_bytes", "Bytes that a drive's extents take, free slots included.", ("tier",)
+    ),
+    CounterDefinition(
+        "written_bytes", "Bytes written to a drive since its store was made.", ("tier",)
+    ),
+    CounterDefinition(
+        "write_pressure",
+        "How scarce writing is by a drive's endurance: 0, not at all, to 1, not to be done.",
+        ("tier",),
+    ),
+    CounterDefinition(
+        "breaker_open", "1 while a drive is not asked because it failed or was slow.", ("tier",)
+    ),
+)
+"""What has a present value rather than a sum."""
 
 _LABELS: Mapping[str, tuple[str, ...]] = {d.name: d.labels for d in DEFINITIONS}
 

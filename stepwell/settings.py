@@ -6,14 +6,24 @@ Sizes and times are texts with a unit ("20GiB", "10s"), so that no number can be
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from stepwell.errors import ConfigError
+from stepwell.policy.admission import ADMISSION_NAMES
+from stepwell.policy.eviction import POLICY_NAMES
 
-__all__ = ["Settings", "format_bytes", "parse_duration", "parse_path", "parse_size"]
+__all__ = [
+    "NUMBERS",
+    "Settings",
+    "format_bytes",
+    "parse_duration",
+    "parse_path",
+    "parse_size",
+    "parse_target",
+]
 
 _SIZE_UNITS = {
     "B": 1,
@@ -21,8 +31,10 @@ _SIZE_UNITS = {
     "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
 }  # fmt: skip
 _SIZE_LIMIT_BYTES = 1 << 63  # what a file system can say of itself
-_TIME_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_TIME_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _TIME_LIMIT_S = 24 * 3600.0
+_TTL_LIMIT_S = 365 * 86400.0
+_ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[^:/\[\]\s]+):(?P<port>[0-9]{1,5})")
 _NUMBER = re.compile(r"\s*([+-]?[0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -56,20 +68,21 @@ def parse_size(value: object, name: str) -> int:
     return int(size)
 
 
-def parse_duration(value: object, name: str) -> float:
-    """Seconds from a text such as "500ms", "10s", "2min" or "1h".
+def parse_duration(value: object, name: str, *, most_s: float = _TIME_LIMIT_S) -> float:
+    """Seconds from a text such as "500ms", "10s", "2min", "1h" or "7d".
 
     Raises:
-        ConfigError: no unit, an unknown unit, not a number, not above zero, or above 24h.
+        ConfigError: no unit, an unknown unit, not a number, not above zero, or above ``most_s``.
     """
     match = _NUMBER.fullmatch(value) if isinstance(value, str) else None
     if match is None or match.group(2) not in _TIME_UNITS:
         raise ConfigError(
-            f'{name} is a time with a unit (ms, s, min, h) such as "10s": {name}={value!r}'
+            f'{name} is a time with a unit (ms, s, min, h, d) such as "10s": {name}={value!r}'
         )
     seconds = float(match.group(1)) * _TIME_UNITS[match.group(2)]
-    if not 0 < seconds <= _TIME_LIMIT_S:
-        raise ConfigError(f"{name} is above zero and at most 24h: {name}={value!r}")
+    if not 0 < seconds <= most_s:
+        most = f"{most_s / 3600:.0f}h" if most_s <= _TIME_LIMIT_S else f"{most_s / 86400:.0f}d"
+        raise ConfigError(f"{name} is above zero and at most {most}: {name}={value!r}")
     return seconds
 
 
@@ -108,6 +121,23 @@ def parse_path(value: object) -> Path:
     return Path(os.path.normpath(directory))
 
 
+def parse_target(text: str) -> tuple[str, int] | str:
+    """Where to export to: (host, port), or an absolute path.
+
+    Raises:
+        ConfigError: neither.
+    """
+    if text.startswith("/"):
+        return os.path.normpath(text)
+    match = _ADDRESS.fullmatch(text)
+    if match is None or not 0 < int(match["port"]) < 65536:
+        raise ConfigError(
+            f'metrics is an address such as "127.0.0.1:9477" or an absolute path such as '
+            f'"/run/stepwell.prom": metrics={text!r}'
+        )
+    return match["host"].strip("[]"), int(match["port"])
+
+
 def format_bytes(size: float) -> str:
     """A size for people: "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -122,23 +152,42 @@ class Settings:
     """All settings of one store. `Settings.parse` reads the texts that people write.
 
     Attributes:
-        path: absolute directory of the disk tier; created if missing.
-        capacity_bytes: what the disk tier may take, 1 MiB or more (text: "capacity").
-        min_free_bytes: free space that is left on the file system (text: "min_free").
+        paths: absolute directories of the disk tier, one per drive; created if missing. Chunks
+            are striped over them, and a drive that fails takes its own chunks along (text:
+            "path" for one, or "paths").
+        capacity_bytes: what the disk tier may take, in equal parts on all drives, 1 MiB or more
+            (text: "capacity").
+        min_free_bytes: free space that is left on each file system (text: "min_free").
         host_capacity_bytes: DRAM of Stepwell's own host tier; 0 for none, the default, since
             inside one vLLM engine the primary is the host tier (text: "host_capacity").
-        io_threads: threads that read and write, 1 to 256.
+        io_threads: threads that read and write, per drive, 1 to 256.
         inflight_writes_bytes: chunks of writes beyond this wait nowhere, they are refused
             (text: "inflight_writes").
         read_deadline_s: chunks that have not begun by then are misses (text: "read_deadline").
         write_deadline_s: the same for writes (text: "write_deadline").
+        eviction: who leaves when a tier is full, one of `stepwell.policy.eviction.POLICY_NAMES`.
+        admission: what is written to the disk tier, one of
+            `stepwell.policy.admission.ADMISSION_NAMES`.
+        drive_writes_per_day: what may be written to each drive per day, in sizes of the drive;
+            as this is used up, admission becomes stricter. 0, the default, for no limit.
+        ttl_s: how long a chunk may be read after it was written; 0, the default, for ever (text:
+            "ttl").
+        write_mode: "through" to the disk tier at once, or "back" when the host tier needs room.
+        promotion: when a chunk that the disk tier served is copied to the host tier: "always",
+            "second-hit" or "never".
+        min_read_tokens: a prefix that is shorter is computed rather than read.
+        slow_after_s: an operation that takes longer is as bad as a failed one; a few of either
+            and a drive is not asked for a while (text: "slow_after").
+        metrics: where to export counters in Prometheus' text format: a loopback or other address
+            such as "127.0.0.1:9477", or a file such as "/run/stepwell.prom"; empty, the default,
+            for nowhere.
         weights_id: takes the place of the fingerprint of the model's weights, for models whose
             files Stepwell cannot see; change it when the weights change.
         if_incompatible: what an engine does whose version Stepwell does not fit: "refuse" to
             start, or "start_without" Stepwell.
     """
 
-    path: Path
+    paths: tuple[Path, ...]
     capacity_bytes: int
     min_free_bytes: int = 1 << 30
     host_capacity_bytes: int = 0
@@ -146,35 +195,60 @@ class Settings:
     inflight_writes_bytes: int = 4 << 30
     read_deadline_s: float = 10.0
     write_deadline_s: float = 30.0
+    eviction: str = POLICY_NAMES[0]
+    admission: str = "always"
+    drive_writes_per_day: float = 0.0
+    ttl_s: float = 0.0
+    write_mode: str = "through"
+    promotion: str = "always"
+    min_read_tokens: int = 0
+    slow_after_s: float = 2.0
+    metrics: str = ""
     weights_id: str = ""
     if_incompatible: str = "refuse"
 
     def __post_init__(self) -> None:
+        if not self.paths:
+            raise ConfigError("there is at least one path: paths=()")
+        if len(set(self.paths)) < len(self.paths):
+            raise ConfigError(
+                f"a path is given twice; each drive has its own: "
+                f"paths={','.join(map(str, self.paths))}"
+            )
         if self.capacity_bytes < 1 << 20:
             raise ConfigError(f"capacity is at least 1MiB: capacity={self.capacity_bytes}B")
-        if not 1 <= self.io_threads <= 256:
-            raise ConfigError(f"io_threads is 1 to 256: io_threads={self.io_threads}")
         if self.inflight_writes_bytes < 1 << 20:
             raise ConfigError(
                 f"inflight_writes is at least 1MiB: inflight_writes={self.inflight_writes_bytes}B"
             )
-        if self.if_incompatible not in ("refuse", "start_without"):
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ConfigError(f"{name} is {least} to {most}: {name}={value}")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"{name} is {_one_of(choices)}: {name}={value!r}")
+        if self.metrics:
+            parse_target(self.metrics)
+        if self.write_mode == "back" and not self.host_capacity_bytes:
             raise ConfigError(
-                'if_incompatible is "refuse" or "start_without": '
-                f"if_incompatible={self.if_incompatible!r}"
+                'write_mode "back" keeps what is written in the host tier, and there is none: '
+                'give "host_capacity": write_mode=back host_capacity=0'
             )
 
     @classmethod
     def keys(cls) -> tuple[str, ...]:
         """The names that `parse` knows."""
-        return tuple(_KEY_OF.get(field.name, field.name) for field in fields(cls))
+        names = [_KEY_OF.get(field.name, field.name) for field in fields(cls)]
+        return ("path", *names)
 
     @classmethod
     def parse(cls, texts: Mapping[str, object]) -> "Settings":
         """Settings from what a person wrote.
 
         Args:
-            texts: name -> text; `path` and `capacity` are needed.
+            texts: name -> text; `path` or `paths`, and `capacity` are needed.
 
         Raises:
             ConfigError: an unknown name (with the nearest known one), a missing one, a bad value.
@@ -187,16 +261,26 @@ class Settings:
                     f'there is no setting {str(name)!r}; the nearest is "{near}": '
                     f"known={','.join(known)}"
                 )
+        if "path" in texts and "paths" in texts:
+            raise ConfigError(
+                f'give "path" for one drive or "paths" for several, not both: '
+                f"path={texts['path']!r} paths={texts['paths']!r}"
+            )
         for name in ("path", "capacity"):
-            if name not in texts:
+            if name not in texts and not (name == "path" and "paths" in texts):
                 raise ConfigError(f'the setting "{name}" is missing: given={",".join(texts)}')
         values: dict[str, object] = {}
         for field in fields(cls):
             name = _KEY_OF.get(field.name, field.name)
             if name in texts:
                 values[field.name] = _parse_value(field.name, name, texts[name])
+        if "path" in texts:
+            values["paths"] = (parse_path(texts["path"]),)
         return cls(**values)  # type: ignore[arg-type]
 
+
+NUMBERS = frozenset({"io_threads", "drive_writes_per_day", "min_read_tokens"})
+"""Settings that are bare numbers; all others are texts, most of them with a unit."""
 
 _KEY_OF = {
     "capacity_bytes": "capacity",
@@ -205,20 +289,53 @@ _KEY_OF = {
     "inflight_writes_bytes": "inflight_writes",
     "read_deadline_s": "read_deadline",
     "write_deadline_s": "write_deadline",
+    "ttl_s": "ttl",
+    "slow_after_s": "slow_after",
+}
+_RANGES: dict[str, tuple[float, float]] = {
+    "io_threads": (1, 256),
+    "drive_writes_per_day": (0, 1000),
+    "min_read_tokens": (0, 1 << 30),
+}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "eviction": POLICY_NAMES,
+    "admission": ADMISSION_NAMES,
+    "write_mode": ("through", "back"),
+    "promotion": ("always", "second-hit", "never"),
+    "if_incompatible": ("refuse", "start_without"),
 }
 
 
+def _one_of(choices: Sequence[str]) -> str:
+    quoted = [f'"{choice}"' for choice in choices]
+    return f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+
 def _parse_value(field_name: str, name: str, value: object) -> object:
-    if field_name == "path":
-        return parse_path(value)
+    if field_name == "paths":
+        return _parse_paths(value)
     if field_name.endswith("_bytes"):
         return parse_size(value, name)
+    if field_name == "ttl_s":
+        return parse_duration(value, name, most_s=_TTL_LIMIT_S)
     if field_name.endswith("_s"):
         return parse_duration(value, name)
-    if field_name == "io_threads":
+    if field_name in ("io_threads", "min_read_tokens"):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"io_threads is a whole number: io_threads={value!r}")
+            raise ConfigError(f"{name} is a whole number: {name}={value!r}")
         return value
+    if field_name == "drive_writes_per_day":
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{name} is a number such as 1 or 0.5: {name}={value!r}")
+        return float(value)
     if not isinstance(value, str):
         raise ConfigError(f"{name} is a text: {name}={value!r}")
     return value
+
+
+def _parse_paths(value: object) -> tuple[Path, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(
+            f'paths is a list of directories such as ["/mnt/a/kv", "/mnt/b/kv"]: paths={value!r}'
+        )
+    return tuple(parse_path(each) for each in value)

@@ -1,63 +1,56 @@
-"""The store: several tiers, upper ones first, behind one facade.
+"""The store: several tiers, upper ones first, behind one facade."""
 
-Writes go to every tier (write-through). A read asks the uppermost tier that has the chunk and,
-where that turns out to be a miss, the next one that has it; what a lower tier served is copied
-up before the read is reported.
-"""
-
+import errno
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
 from stepwell.core.identity import Identity
 from stepwell.core.keys import Key, Root
 from stepwell.core.leases import Lease
-from stepwell.core.types import (
-    Chunk,
-    ChunkResult,
-    Direction,
-    Job,
-    JobResult,
-    Lookup,
-    Outcome,
-    Reason,
-)
-from stepwell.errors import ClosedError
-from stepwell.settings import Settings
+from stepwell.core.types import Chunk, JobResult, Lookup
+from stepwell.errors import ClosedError, ConfigError
+from stepwell.exporter import Exporter
+from stepwell.manager import Manager, Promotion, WriteMode
+from stepwell.pipeline import Pipeline
+from stepwell.policy.admission import make_admission
+from stepwell.policy.breaker import Breaker, State
+from stepwell.policy.worth import Run, worth_chunks
+from stepwell.settings import Settings, parse_target
 from stepwell.tiers.base import Tier, TierContext
 from stepwell.tiers.disk import DiskTier
+from stepwell.tiers.guarded import GuardedTier
 from stepwell.tiers.host import HostTier
+from stepwell.tiers.striped import StripedTier, best_answers
 
-__all__ = ["Store"]
+__all__ = ["Prefix", "Store"]
 
 logger = logging.getLogger(__name__)
 
-_ABSENT = ChunkResult(Outcome.MISS, Reason.ABSENT)
-
-
-@dataclass(slots=True)
-class _Request:
-    """One read, write or touch of the store, and the tier jobs that it still waits for."""
-
-    job_id: int
-    direction: Direction
-    chunks: Sequence[Chunk]
-    deadline_s: float
-    submitted_s: float
-    results: list[ChunkResult]
-    tiers: list[str]
-    waiting: int = 0
-    moved_bytes: int = 0
+# Of write-back: how long a store that is closed goes on copying down what has no copy yet.
+_FLUSH_S = 10.0
+_PRESSURE_EVERY_S = 0.1
+# A drive that is broken, rather than a path that is wrong.
+_BROKEN = frozenset(
+    {errno.EIO, errno.EROFS, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOUT}
+)
 
 
 @dataclass(frozen=True, slots=True)
-class _TierJob:
-    """Which of a request's chunks a tier job carries; ``promotion`` copies up what was read."""
+class Prefix:
+    """What the store has of a prompt.
 
-    request: _Request
-    chunk_idxs: Sequence[int]
-    promotion: bool = field(default=False)
+    Attributes:
+        num_hits: leading chunks that some tier has.
+        num_worth: leading chunks of those that are worth reading, the rest of them is computed
+            sooner than it is read.
+    """
+
+    num_hits: int
+    num_worth: int
 
 
 class Store:
@@ -71,18 +64,39 @@ class Store:
     Args:
         tiers: at least one, uppermost first.
         context: the one that the tiers were built with.
+        manager: decides what goes where; by default everything everywhere.
+        departed: where tiers note what they evicted, as (tier, fingerprint of the key).
+        drives: the disk tiers among the tiers, or below them, for their numbers.
+        metrics_target: where to export counters, see `stepwell.exporter`; empty for nowhere.
+
+    Raises:
+        ConfigError: nothing can be exported there.
     """
 
-    def __init__(self, tiers: Sequence[Tier], context: TierContext) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        context: TierContext,
+        manager: Manager | None = None,
+        *,
+        departed: deque[tuple[int, int]] | None = None,
+        drives: Sequence[DiskTier] = (),
+        metrics_target: str = "",
+    ) -> None:
         if not tiers:
             raise ValueError("a store has at least one tier")
         self.tiers = tuple(tiers)
         self.context = context
-        self._next_id = 0
-        self._tier_jobs: list[dict[int, _TierJob]] = [{} for _ in tiers]
-        self._ended: list[JobResult] = []
-        self._unfinished = 0
+        self.drives = tuple(drives)
+        self._manager = manager or Manager([None] * len(tiers))
+        self._pipeline = Pipeline(
+            tiers, context, self._manager, deque() if departed is None else departed
+        )
         self._closed = False
+        self._exporter = None
+        if metrics_target:
+            target = parse_target(metrics_target)
+            self._exporter = Exporter(target, context.metrics, self.gauges)
 
     @classmethod
     def open(cls, settings: Settings, context: TierContext | None = None) -> "Store":
@@ -91,204 +105,281 @@ class Store:
         Raises:
             ConfigError: the disk tier cannot be opened; nothing is left running.
         """
-        context = context or TierContext()
-        disk = DiskTier(
-            settings.path,
-            settings.capacity_bytes,
-            context,
-            min_free_bytes=settings.min_free_bytes,
-            num_threads=settings.io_threads,
-            inflight_writes_bytes=settings.inflight_writes_bytes,
-        )
-        if not settings.host_capacity_bytes:
-            return cls([disk], context)
-        try:
-            host = HostTier(
-                settings.host_capacity_bytes,
-                context,
-                inflight_writes_bytes=settings.inflight_writes_bytes,
-            )
-        except RuntimeError:
-            disk.close()
-            raise
-        return cls([host, disk], context)
+        return _Opening(settings, context or TierContext()).store()
 
     @property
     def unfinished(self) -> int:
         """Jobs that were begun and not yet reported by `poll`."""
-        return self._unfinished
+        return self._pipeline.unfinished
+
+    @property
+    def degraded(self) -> bool:
+        """Whether a tier, or one of its drives, is not asked at present because it failed."""
+        return any(guard.breaker.state is not State.CLOSED for guard in self.guards)
+
+    @property
+    def guards(self) -> list[GuardedTier]:
+        """The breakers' tiers, for their states."""
+        found: list[GuardedTier] = []
+        for tier in self.tiers:
+            parts = tier.drives if isinstance(tier, StripedTier) else (tier,)
+            found += [part for part in parts if isinstance(part, GuardedTier)]
+        return found
+
+    @property
+    def used_bytes(self) -> dict[str, int]:
+        """Bytes that each tier takes, by name; those of a striped tier by drive."""
+        used = {tier.name: tier.used_bytes for tier in self.tiers if isinstance(tier, HostTier)}
+        return {**used, **{drive.name: drive.used_bytes for drive in self.drives}}
+
+    def gauges(self) -> dict[tuple[str, str], float]:
+        """Present values by (name, tier): see `stepwell.metrics.GAUGES`."""
+        found: dict[tuple[str, str], float] = {
+            ("used_bytes", name): float(used) for name, used in self.used_bytes.items()
+        }
+        for drive in self.drives:
+            found["allocated_bytes", drive.name] = drive.allocated_bytes
+            found["written_bytes", drive.name] = drive.wear.written_bytes
+            found["write_pressure", drive.name] = drive.pressure
+        for guard in self.guards:
+            found["breaker_open", guard.name] = float(guard.breaker.state is not State.CLOSED)
+        return found
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks on all drives."""
+        return sum(len(drive) for drive in self.drives)
 
     def use_root(self, identity: Identity) -> Root:
         """Make an identity known, so that its description is stored beside its records."""
         return self.context.registry.add(identity)
 
+    # Asking.
+
     def lookup(self, keys: Sequence[Key]) -> list[Lookup]:
         """The best answer of any tier for each key; asks and changes nothing."""
-        answers = self.tiers[0].contains(keys)
-        for tier in self.tiers[1:]:
-            lower = tier.contains(keys)
-            answers = [
-                Lookup.HIT if Lookup.HIT in pair
-                else Lookup.PENDING if Lookup.PENDING in pair
-                else Lookup.MISS
-                for pair in zip(answers, lower, strict=True)
-            ]  # fmt: skip
-        return answers
+        return best_answers(self.tiers, keys)
+
+    def look_ahead(
+        self,
+        prefix: Sequence[Key],
+        *,
+        chunk_bytes: int,
+        chunk_tokens: int,
+        prefill_tokens_per_s: float | None,
+        floor_tokens: int = 0,
+    ) -> Prefix:
+        """How much of a prompt the store has, and how much of that is worth reading now.
+
+        Args:
+            prefix: the chunks that the engine does not have itself, in order.
+            chunk_bytes, chunk_tokens: of each.
+            prefill_tokens_per_s: how fast the engine computes; None if unknown, and then
+                everything is worth reading.
+            floor_tokens: less than this is not worth the trouble.
+        """
+        runs: list[Run] = []
+        num_hits = 0
+        answers = [tier.contains(prefix) for tier in self.tiers]
+        for column in zip(*answers, strict=True):
+            if Lookup.HIT not in column:
+                break
+            tier_idx = column.index(Lookup.HIT)
+            if runs and runs[-1].tier_idx == tier_idx:
+                last = runs.pop()
+                runs.append(Run(tier_idx, last.num_chunks + 1, chunk_bytes, chunk_tokens))
+            else:
+                runs.append(Run(tier_idx, 1, chunk_bytes, chunk_tokens))
+            num_hits += 1
+        if not runs:
+            return Prefix(0, 0)
+        worth = worth_chunks(runs, self._pipeline.estimates(), prefill_tokens_per_s, floor_tokens)
+        return Prefix(num_hits, worth)
 
     def acquire(self, keys: Iterable[Key], ttl_s: float) -> Lease:
-        """Keep chunks from being evicted for ``ttl_s`` seconds, or until the lease is released."""
+        """Keep chunks from being evicted for ``ttl_s`` seconds, or until the lease is released.
+
+        A long lease is a pin.
+        """
         return self.context.leases.acquire(keys, ttl_s)
+
+    # Doing.
 
     def read(self, chunks: Sequence[Chunk], deadline_s: float = 10.0) -> int:
         """Begin to fill the chunks' buffers; returns the id that `poll` will report."""
-        request = self._new(Direction.READ, chunks, deadline_s)
-        self._read_from(request, range(len(chunks)), 0)
-        self._end_if_idle(request)
-        return request.job_id
+        self._check_open()
+        return self._pipeline.read(chunks, deadline_s)
 
     def write(self, chunks: Sequence[Chunk], deadline_s: float = 30.0) -> int:
-        """Begin to take chunks down into every tier; returns the id that `poll` will report."""
-        return self._to_every_tier(self._new(Direction.WRITE, chunks, deadline_s))
+        """Begin to take chunks down; returns the id that `poll` will report."""
+        self._check_open()
+        return self._pipeline.write(chunks, deadline_s)
 
     def touch(self, prefix: Sequence[Key], deadline_s: float = 10.0) -> int:
         """Make chunks recent, the first of the prefix the most; returns an id for `poll`."""
-        chunks = [Chunk(key, memoryview(b"")) for key in prefix]
-        return self._to_every_tier(self._new(Direction.TOUCH, chunks, deadline_s))
+        self._check_open()
+        return self._pipeline.touch(prefix, deadline_s)
 
     def poll(self) -> list[JobResult]:
         """The jobs that ended since the last call, each exactly once."""
-        for tier_idx, tier in enumerate(self.tiers):
-            for result in tier.poll():
-                self._on_tier_result(tier_idx, result)
-        ended, self._ended = self._ended, []
-        self._unfinished -= len(ended)
-        return ended
+        return self._pipeline.poll()
+
+    def overdue(self) -> list[int]:
+        """Jobs whose deadline is over and that still cannot be reported.
+
+        A tier's system call does not return. Whoever waits may stop waiting, but must leave the
+        job's buffers alone until `poll` reports it.
+        """
+        return self._pipeline.overdue()
 
     def delete(self, keys: Sequence[Key]) -> int:
         """Invalidate chunks in every tier; returns how many copies that were."""
-        return sum(tier.delete(keys) for tier in self.tiers)
+        return self._pipeline.delete(keys)
 
     def drain(self, timeout_s: float) -> list[JobResult]:
         """Wait until every begun job has ended or the time is over; returns what `poll` would."""
         give_up_s = time.monotonic() + timeout_s
         ended = self.poll()
-        while self._unfinished and time.monotonic() < give_up_s:
+        while self.unfinished and time.monotonic() < give_up_s:
             time.sleep(0.001)
             ended += self.poll()
         return ended
 
     def close(self) -> None:
-        """Stop every tier; may be called twice. `poll` still reports what was given up."""
-        if not self._closed:
-            self._closed = True
-            for tier in self.tiers:
-                tier.close()
+        """Stop every tier; may be called twice. `poll` still reports what was given up.
 
-    def _new(self, direction: Direction, chunks: Sequence[Chunk], deadline_s: float) -> _Request:
+        Under write-back what has no copy below is copied down first, for ten seconds at most.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._flush()
+        for tier in self.tiers:
+            tier.close()
+        if self._exporter is not None:
+            self._exporter.close()
+
+    def _flush(self) -> None:
+        self._manager.plan_flush()
+        give_up_s = time.monotonic() + _FLUSH_S
+        while self._manager.has_dirty and time.monotonic() < give_up_s:
+            self._pipeline.work()
+            time.sleep(0.001)
+
+    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the store is closed")
-        if not chunks:
-            raise ValueError("a job has at least one chunk")
-        request = _Request(
-            self._next_id,
-            direction,
-            chunks,
-            deadline_s,
-            self.context.clock.monotonic(),
-            [_ABSENT] * len(chunks),
-            [""] * len(chunks),
-        )
-        self._next_id += 1
-        self._unfinished += 1
-        return request
 
-    def _submit(
-        self,
-        tier_idx: int,
-        request: _Request,
-        direction: Direction,
-        chunk_idxs: Sequence[int],
-        *,
-        promotion: bool = False,
-    ) -> None:
-        job_id = self._next_id
-        self._next_id += 1
-        request.waiting += 1
-        self._tier_jobs[tier_idx][job_id] = _TierJob(request, chunk_idxs, promotion)
-        chunks = [request.chunks[idx] for idx in chunk_idxs]
-        # One deadline for all that a request does, one tier after the other.
-        spent_s = self.context.clock.monotonic() - request.submitted_s
+
+class _Opening:
+    """Builds the tiers of a store, and takes them down again if one cannot be built."""
+
+    def __init__(self, settings: Settings, context: TierContext) -> None:
+        self._settings = settings
+        self._context = context
+        self._drives: list[DiskTier] = []
+        self._departed: deque[tuple[int, int]] = deque(maxlen=1 << 16)
+        self._ask_again_s = 0.0
+        self._known_pressure = 0.0
+
+    def store(self) -> Store:
+        """The store.
+
+        Raises:
+            ConfigError: a path cannot be used.
+        """
+        settings = self._settings
+        with_host = bool(settings.host_capacity_bytes)
+        disk_idx = int(with_host)
+        # As many offers are remembered as chunks of 1 MiB would fit, within reason.
+        num_tags = max(1 << 12, min(settings.capacity_bytes >> 20, 1 << 20))
+        admission = make_admission(settings.admission, num_tags)
+        manager = Manager(
+            [None] * disk_idx + [admission],
+            write_mode=WriteMode(settings.write_mode),
+            promotion=Promotion(settings.promotion),
+            top_capacity_bytes=settings.host_capacity_bytes,
+            pressure=self._pressure,
+        )
+        tiers: list[Tier] = []
         try:
-            self.tiers[tier_idx].submit(
-                Job(job_id, direction, chunks, request.deadline_s - spent_s)
+            disk = self._disk(disk_idx)
+            if with_host:
+                host = self._host(manager)
+                tiers.append(host)
+            store = Store(
+                [*tiers, disk],
+                self._context,
+                manager,
+                departed=self._departed,
+                drives=self._drives,
+                metrics_target=settings.metrics,
             )
-        except ClosedError:
-            # A tier closed between a read's first and second try: what is left is a miss.
-            self._not_begun(tier_idx, job_id)
-        except Exception:  # counted as internal_errors
-            # Raised on, the caller would take its buffers back while other tiers still fill them.
-            logger.exception("a tier refused a job: tier=%s", self.tiers[tier_idx].name)
-            self.context.metrics.add("internal_errors", ("tier_submit",))
-            self._not_begun(tier_idx, job_id)
+            for drive in self._drives:
+                drive.note_metrics(settings.metrics)
+        except BaseException:  # counted: it is raised on
+            for tier in (*tiers, *self._drives):
+                tier.close()
+            raise
+        return store
 
-    def _not_begun(self, tier_idx: int, job_id: int) -> None:
-        self._tier_jobs[tier_idx].pop(job_id).request.waiting -= 1
-
-    def _to_every_tier(self, request: _Request) -> int:
-        for tier_idx in range(len(self.tiers)):
-            self._submit(tier_idx, request, request.direction, range(len(request.chunks)))
-        self._end_if_idle(request)
-        return request.job_id
-
-    def _read_from(self, request: _Request, chunk_idxs: Sequence[int], tier_idx: int) -> None:
-        """Ask for each chunk the uppermost tier from ``tier_idx`` on that has it."""
-        left = list(chunk_idxs)
-        for idx in range(tier_idx, len(self.tiers)):
-            if not left:
-                return
-            answers = self.tiers[idx].contains([request.chunks[i].key for i in left])
-            here = [i for i, answer in zip(left, answers, strict=True) if answer is Lookup.HIT]
-            if here:
-                self._submit(idx, request, Direction.READ, here)
-                left = [i for i in left if i not in set(here)]
-
-    def _on_tier_result(self, tier_idx: int, result: JobResult) -> None:
-        tier_job = self._tier_jobs[tier_idx].pop(result.job_id)
-        request = tier_job.request
-        request.waiting -= 1
-        if not tier_job.promotion:
-            request.moved_bytes += result.moved_bytes
-            self._merge(tier_idx, tier_job, result)
-        self._end_if_idle(request)
-
-    def _merge(self, tier_idx: int, tier_job: _TierJob, result: JobResult) -> None:
-        request = tier_job.request
-        served, missed = [], []
-        for chunk_idx, chunk_result in zip(tier_job.chunk_idxs, result.results, strict=True):
-            if chunk_result.outcome is Outcome.DONE:
-                request.results[chunk_idx] = chunk_result
-                request.tiers[chunk_idx] = self.tiers[tier_idx].name
-                served.append(chunk_idx)
-            elif request.results[chunk_idx].outcome is not Outcome.DONE:
-                request.results[chunk_idx] = chunk_result
-                missed.append(chunk_idx)
-        if request.direction is not Direction.READ:
-            return
-        if missed:
-            self._read_from(request, missed, tier_idx + 1)
-        if served and tier_idx > 0:
-            self._submit(0, request, Direction.WRITE, served, promotion=True)
-
-    def _end_if_idle(self, request: _Request) -> None:
-        if request.waiting:
-            return
-        self._ended.append(
-            JobResult(
-                request.job_id,
-                request.direction,
-                tuple(request.results),
-                request.moved_bytes,
-                self.context.clock.monotonic() - request.submitted_s,
-                tuple(request.tiers),
-            )
+    def _host(self, manager: Manager) -> HostTier:
+        settings = self._settings
+        return HostTier(
+            settings.host_capacity_bytes,
+            self._context,
+            inflight_writes_bytes=settings.inflight_writes_bytes,
+            policy=settings.eviction,
+            ttl_s=settings.ttl_s,
+            keeps=manager.keeps,
+            on_evicted=lambda tag: self._departed.append((0, tag)),
         )
+
+    def _disk(self, tier_idx: int) -> Tier:
+        guarded: list[Tier] = []
+        paths = self._settings.paths
+        for idx, path in enumerate(paths):
+            try:
+                drive = self._drive(path, f"disk{idx}" if len(paths) > 1 else "disk", tier_idx)
+            except ConfigError as error:
+                if not _is_broken_drive(error) or len(paths) == 1:
+                    raise
+                logger.error("starting without a drive that fails: %s", error)
+                continue
+            self._drives.append(drive)
+            breaker = Breaker(latency_limit_s=self._settings.slow_after_s)
+            guarded.append(GuardedTier(drive, breaker, self._context))
+        if not guarded:
+            raise ConfigError(f"no drive can be used: paths={','.join(map(str, paths))}")
+        # The same names whether or not a drive is missing.
+        return guarded[0] if len(paths) == 1 else StripedTier(guarded, self._context)
+
+    def _drive(self, path: Path, name: str, tier_idx: int) -> DiskTier:
+        settings = self._settings
+        num_drives = len(settings.paths)
+        return DiskTier(
+            path,
+            settings.capacity_bytes // num_drives,
+            self._context,
+            min_free_bytes=settings.min_free_bytes,
+            num_threads=settings.io_threads,
+            inflight_writes_bytes=settings.inflight_writes_bytes // num_drives,
+            policy=settings.eviction,
+            ttl_s=settings.ttl_s,
+            drive_writes_per_day=settings.drive_writes_per_day,
+            name=name,
+            on_evicted=lambda tag: self._departed.append((tier_idx, tag)),
+        )
+
+    def _pressure(self, tier_idx: int) -> float:
+        # Asked for every chunk of a write, and it changes slowly.
+        now_s = self._context.clock.monotonic()
+        if self._settings.drive_writes_per_day and now_s >= self._ask_again_s:
+            self._ask_again_s = now_s + _PRESSURE_EVERY_S
+            self._known_pressure = max((drive.pressure for drive in self._drives), default=0.0)
+        return self._known_pressure
+
+
+def _is_broken_drive(error: ConfigError) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in _BROKEN

@@ -15,10 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ops.stores import DAMAGES, identity, record_path, write_store
+from ops import stores
+from ops.stores import SLOT_BYTES, identity, keys_of, write_store
 
 import stepwell
 from stepwell import cli
+from stepwell.clock import ManualClock
 from stepwell.ops import shm
 from stepwell.settings import Settings
 
@@ -64,9 +66,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def damage(path: Path, name: str = "a flipped bit in the payload") -> None:
-    record = min(path.glob("roots/*/*/*.kv"))
-    key = bytes.fromhex(record.parents[1].name + record.stem)
-    DAMAGES[name][0](record, key)  # type: ignore[arg-type]
+    stores.damage(path, keys_of(identity().root)[0], name)
 
 
 # inspect
@@ -80,14 +80,18 @@ def test_inspect(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
 
 
-def test_inspect_two_roots(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for record in store.rglob("*.kv"):
-        os.utime(record, (1, 1))
-    write_store(store, identity(tp=2, weights="xxh3-128:full:aa"))
-    assert cli.main(["inspect", str(store)]) == 0
+def test_inspect_two_roots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shm, "SHM_DIR", tmp_path)
+    path, clock = tmp_path / "kv", ManualClock()
+    write_store(path, clock=clock)
+    clock.advance(60)
+    write_store(path, identity(tp=2, weights="xxh3-128:full:aa"), clock=clock)
+    assert cli.main(["inspect", str(path)]) == 0
     out = capsys.readouterr().out
     assert "    - tp 1 here, 2 there\n    - weights differ" in out
-    assert cli.main(["inspect", str(store), "--json"]) == 0
+    assert cli.main(["inspect", str(path), "--json"]) == 0
     recent, old = json.loads(capsys.readouterr().out)["roots"]
     assert recent["differences"] == []
     assert old["compared_with"] == recent["root"]
@@ -97,13 +101,16 @@ def test_inspect_two_roots(store: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_inspect_json(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (store / "quarantine" / "ab.checksum.00000000").write_bytes(b"abc")
+    damage(store)
+    assert cli.main(["check", str(store), "--fix"]) == 1
+    capsys.readouterr()
     (store.parent / "vllm_offload_x.mmap").write_bytes(b"x")
-    assert cli.main(["inspect", str(store), "--json"]) == 0
+    assert cli.main(["inspect", str(store), "--json", "--rated-dwpd", "2.5"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report) == {
-        "path", "format", "owner", "chunks", "bytes", "free_bytes", "total_bytes", "roots",
-        "quarantine", "partial", "abandoned_shared_memory",
+        "path", "format", "owner", "journal", "chunks", "bytes", "free_bytes", "total_bytes",
+        "allocated_bytes", "slots", "roots", "quarantine", "wear", "live", "partial",
+        "abandoned_shared_memory",
     }  # fmt: skip
     assert set(report["roots"][0]) == {
         "root", "model", "fields", "labels", "chunks", "bytes", "oldest_age_s", "newest_age_s",
@@ -111,14 +118,33 @@ def test_inspect_json(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     assert report["path"] == str(store)
     assert report["owner"] is None
-    assert report["chunks"] == 3
-    assert report["bytes"] == 3 * (4096 + 8192)
+    assert report["journal"]["state"] == "used"
+    assert report["chunks"] == 2
+    assert report["bytes"] == 2 * SLOT_BYTES
     assert report["roots"][0]["root"] == identity().root.hex()
     assert report["roots"][0]["fields"] == dict(identity().fields)
-    assert report["quarantine"] == [{"reason": "checksum", "files": 1, "bytes": 3}]
+    (slots,) = report["slots"]
+    assert slots["slots"] == slots["used"] + slots["free"] + slots["set_aside"]
+    assert (slots["slot_bytes"], slots["used"], slots["set_aside"]) == (SLOT_BYTES, 2, 1)
+    assert report["quarantine"] == [{"reason": "checksum", "slots": 1, "bytes": SLOT_BYTES}]
+    assert set(report["wear"]) == {
+        "written_bytes", "observed_s", "bytes_per_day", "rated_drive_writes_per_day",
+        "rated_bytes", "used_share", "drive_writes_per_day", "years", "observation",
+    }  # fmt: skip
+    assert report["wear"]["written_bytes"] > 3 * SLOT_BYTES
+    assert report["wear"]["rated_drive_writes_per_day"] == 2.5
+    assert report["wear"]["observation"] == "too_short"
     assert report["partial"] == {"files": 0, "bytes": 0}
     (left,) = report["abandoned_shared_memory"]
     assert left["path"].endswith("vllm_offload_x.mmap")
+
+
+def test_inspect_without_a_journal(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (store / "journal").write_bytes(b"what is this")
+    assert cli.main(["inspect", str(store)]) == 0
+    out = capsys.readouterr().out
+    assert "The journal cannot be used (too short" in out
+    assert "3 chunks of 1 root" in out
 
 
 def test_owner_is_shown_and_check_works_beside_it(
@@ -148,40 +174,52 @@ def test_check_of_a_good_store(store: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_check_finds_fixes_and_is_content(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(store)
+    damage(store, "a file among the extents")
     assert cli.main(["check", str(store)]) == 1
     out = capsys.readouterr().out
     assert "checksum: 1 (the payload is not what was written)" in out
-    assert "--fix moves what is wrong to the quarantine" in out
+    assert f"extents/00000000-{SLOT_BYTES}.kv, slot 0 (from byte 0 on)" in out
+    assert "Nothing was changed.\n--fix sets bad records aside: " in out
+    assert f"moves what is not the store's to {store}/strays." in out
     assert cli.main(["check", str(store), "--fix"]) == 1
-    assert f"1 of 1 moved to {store}/quarantine." in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "\n1 set aside: served no more" in out
+    assert f"\n1 moved to {store}/strays." in out
+    assert "could not" not in out
     assert cli.main(["check", str(store)]) == 0
+    out = capsys.readouterr().out
+    assert "Set aside earlier, not read: 1 slot." in out
+    assert f"Moved to {store}/strays earlier, and counted by nobody: 1 file, 0 B" in out
 
 
 @pytest.mark.parametrize("fix", [False, True])
 def test_check_json(store: Path, fix: bool, capsys: pytest.CaptureFixture[str]) -> None:
     damage(store)
-    damage(store, "a file that is no record")
+    damage(store, "a file among the extents")
     assert cli.main(["check", str(store), "--json", *(["--fix"] if fix else [])]) == 1
     report = json.loads(capsys.readouterr().out)
     assert set(report) == {
-        "path", "ok", "fix", "owner", "roots", "records", "bytes", "expired", "bad",
-        "bad_by_reason", "undescribed_roots", "leftovers",
+        "path", "ok", "fix", "owner", "journal", "roots", "records", "bytes", "expired", "gone",
+        "stale", "set_aside_before", "bad", "bad_by_reason", "undescribed_roots", "leftovers",
+        "strays",
     }  # fmt: skip
     assert report["ok"] is False
     assert report["fix"] is fix
     assert report["records"] == 3
     assert report["bad_by_reason"] == {"checksum": 1, "stray": 1}
     stray, wrong = report["bad"]
-    assert set(wrong) == {"path", "reason", "detail", "bytes", "action"}
-    assert wrong["action"] == stray["action"] == ("quarantined" if fix else "none")
-    assert os.path.exists(wrong["path"]) is not fix
+    assert set(wrong) == {"path", "slot", "reason", "detail", "bytes", "remedy", "fixed"}
+    assert (wrong["slot"], wrong["remedy"], wrong["fixed"]) == (0, "set_aside", fix)
+    assert (stray["slot"], stray["remedy"], stray["fixed"]) == (None, "move", fix)
+    assert os.path.exists(wrong["path"])
+    assert os.path.exists(stray["path"]) is not fix
 
 
 def test_a_long_list_is_cut_in_text_and_whole_in_json(
     store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for record in write_store(store, count=60):
-        record_path(store, record).write_bytes(b"")
+    for key in write_store(store, count=60):
+        stores.damage(store, key, "a flipped bit in the payload")
     assert cli.main(["check", str(store)]) == 1
     assert "... and 10 more; --json lists all" in capsys.readouterr().out
     assert cli.main(["check", str(store), "--json"]) == 1
@@ -307,10 +345,63 @@ def test_demo_without_vllm(
     assert err.count("\n") == 1
 
 
+# bench storage; what it measures is tested in tests/bench
+
+
+@pytest.fixture
+def storage(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """The benchmark replaced by a record of what it was asked for."""
+    from stepwell.bench import storage as real
+    from stepwell.bench import storage_report
+
+    seen = types.SimpleNamespace(options=None, StorageOptions=real.StorageOptions)
+
+    def run_storage(options: object) -> object:
+        seen.options = options
+        return seen
+
+    monkeypatch.setattr(real, "run_storage", run_storage)
+    monkeypatch.setattr(storage_report, "storage_text", lambda result: "a table")
+    monkeypatch.setattr(storage_report, "storage_json", lambda result: {"rows": []})
+    return seen
+
+
+def test_bench_storage_maps_its_flags(
+    storage: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "storage"]) == 0
+    assert storage.options == storage.StorageOptions()
+    assert capsys.readouterr().out == "a table\n"
+    assert cli.main([
+        "bench", "storage", "--path", "/a", "--path", "/b", "--chunk", "1MiB", "--chunk", "4MiB",
+        "--jobs", "3", "--chunks-per-job", "2", "--size", "1GiB", "--rounds", "5", "--threads",
+        "6", "--json",
+    ]) == 0  # fmt: skip
+    assert json.loads(capsys.readouterr().out) == {"rows": []}
+    assert storage.options == storage.StorageOptions(
+        paths=("/a", "/b"), chunks=("1MiB", "4MiB"), jobs=3, chunks_per_job=2, size="1GiB",
+        rounds=5, threads=6,
+    )  # fmt: skip
+
+
+def test_bench_storage_help_gives_the_real_defaults(
+    storage: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "storage", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    default = storage.StorageOptions()
+    chunks = " and ".join(default.chunks)
+    for value in (default.jobs, default.size, default.threads, chunks):
+        assert f"(default {value})" in text
+    assert f"(default {default.rounds})" in text
+    assert "default: the current directory" in text
+
+
 # All of them
 
 
 VLLM_ARGS = ["vllm-args", "--path", "/mnt/kv", "--capacity", "20GiB"]
+STORAGE = ["bench", "storage"]
 BAD_INPUT = {
     "unknown command": (["chekc"], "invalid choice: 'chekc'"),
     "no path": (["inspect"], "required: PATH"),
@@ -324,8 +415,12 @@ BAD_INPUT = {
     "below a file": (["check", "{tmp}/file/kv"], "does not exist"),
     "not a store": (["check", "{tmp}"], "no Stepwell store here"),
     "not a store, fix": (["check", "{tmp}", "--fix"], "no Stepwell store here"),
-    "another format": (["inspect", "{tmp}/v9"], "format=9 known_format=1"),
-    "another format, fix": (["check", "--fix", "{tmp}/v9"], "format=9 known_format=1"),
+    "another format": (["inspect", "{tmp}/v9"], "format=9 known_format=2"),
+    "another format, fix": (["check", "--fix", "{tmp}/v9"], "format=9 known_format=2"),
+    "an earlier format": (["inspect", "{tmp}/v1"], "give another path, or remove it"),
+    "an earlier format, fix": (["check", "--fix", "{tmp}/v1"], "by an earlier version of Stepwell"),
+    "no rating": (["inspect", "/kv", "--rated-dwpd", "x"], "invalid float value: 'x'"),
+    "rating out of range": (["inspect", "/kv", "--rated-dwpd", "0"], "above 0: rated_dwpd=0"),
     "damaged marker": (["inspect", "{tmp}/odd"], "stepwell.json is damaged"),
     "empty path": (["inspect", ""], "absolute directory"),
     "two slashes": (["inspect", "file://mnt/kv"], "file:///mnt/kv"),
@@ -357,6 +452,26 @@ BAD_INPUT = {
     "demo: path": (["demo", "--path", "{tmp}/none"], "does not exist"),
     "demo: model": (["demo", "--model", "{tmp}/none"], "does not exist"),
     "demo: capacity": (["demo", "--capacity", "20"], "capacity needs a unit"),
+    "bench without a benchmark": (["bench"], "required: BENCHMARK"),
+    "unknown benchmark": (["bench", "tape"], "invalid choice: 'tape'"),
+    "storage: missing path": ([*STORAGE, "--path", "{tmp}/none"], "path={tmp}/none"),
+    "storage: a file": ([*STORAGE, "--path", "{tmp}/file"], "path={tmp}/file"),
+    "storage: relative path": ([*STORAGE, "--path", "kv"], "path must be absolute"),
+    "storage: no room": (
+        [*STORAGE, "--path", "{tmp}", "--size", "1000TiB"], "about 3 times size",
+    ),
+    "storage: small size": (
+        [*STORAGE, "--path", "{tmp}", "--size", "31MiB"], "size is at least jobs x chunk",
+    ),
+    "storage: size without a unit": ([*STORAGE, "--size", "4"], "size needs a unit"),
+    "storage: odd chunk": ([*STORAGE, "--chunk", "5000B"], "multiple of 4096"),
+    "storage: chunk twice": (
+        [*STORAGE, "--chunk", "2MiB", "--chunk", "2048KiB"], "must be distinct",
+    ),
+    "storage: jobs": ([*STORAGE, "--jobs", "0"], "jobs must be at least 1"),
+    "storage: rounds": ([*STORAGE, "--rounds", "0"], "rounds must be at least 1"),
+    "storage: threads": ([*STORAGE, "--threads", "0"], "threads must be at least 1"),
+    "storage: not a number": ([*STORAGE, "--rounds", "x"], "invalid int value: 'x'"),
 }  # fmt: skip
 
 
@@ -365,7 +480,7 @@ def test_bad_input_gets_one_clear_line(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    for name, text in (("v9", '{"format": 9}'), ("odd", "{")):
+    for name, text in (("v1", '{"format": 1}'), ("v9", '{"format": 9}'), ("odd", "{")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "stepwell.json").write_text(text)
     arguments, expected = BAD_INPUT[case]
@@ -379,9 +494,9 @@ def test_bad_input_gets_one_clear_line(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("command", ["demo", "vllm-args", "inspect", "check"])
+@pytest.mark.parametrize("command", ["demo", "vllm-args", "inspect", "check", "bench storage"])
 def test_help_explains_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([command, "--help"]) == 0
+    assert cli.main([*command.split(), "--help"]) == 0
     text = capsys.readouterr().out
     assert "example" in text
     assert f"stepwell {command} " in text.partition("example")[2]
@@ -418,7 +533,7 @@ def test_commands_load_no_engine(store: Path) -> None:
         "import sys; from stepwell.cli import main\n"
         f"main(['check', {str(store)!r}]); main(['inspect', {str(store)!r}])\n"
         f"main({VLLM_ARGS!r})\n"
-        "print(sorted({'numpy', 'torch', 'vllm', 'asyncio'} & set(sys.modules)))"
+        "print(sorted({'torch', 'vllm', 'asyncio'} & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

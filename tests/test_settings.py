@@ -21,20 +21,29 @@ def refusal(texts: dict[str, object]) -> str:
 
 def test_defaults() -> None:
     settings = Settings.parse(GOOD)
-    assert settings == Settings(Path("/mnt/kv"), 20 << 30)
+    assert settings == Settings((Path("/mnt/kv"),), 20 << 30)
     assert settings.min_free_bytes == 1 << 30
     assert settings.host_capacity_bytes == 0
     assert settings.io_threads == 8
     assert settings.inflight_writes_bytes == 4 << 30
     assert settings.read_deadline_s == 10.0
     assert settings.write_deadline_s == 30.0
+    assert settings.eviction == "leaf-first-lru"
+    assert settings.admission == "always"
+    assert settings.drive_writes_per_day == 0
+    assert settings.ttl_s == 0
+    assert settings.write_mode == "through"
+    assert settings.promotion == "always"
+    assert settings.min_read_tokens == 0
+    assert settings.slow_after_s == 2.0
+    assert settings.metrics == ""
     assert settings.weights_id == ""
     assert settings.if_incompatible == "refuse"
 
 
 def test_every_setting_is_read() -> None:
     texts = {
-        "path": "file:///mnt/kv",
+        "paths": ["file:///mnt/a", "/mnt/b"],
         "capacity": "1.5TB",
         "min_free": "0B",
         "host_capacity": "4GiB",
@@ -42,19 +51,31 @@ def test_every_setting_is_read() -> None:
         "inflight_writes": "256MiB",
         "read_deadline": "500ms",
         "write_deadline": "2min",
+        "eviction": "s3-fifo",
+        "admission": "second-demotion",
+        "drive_writes_per_day": 0.5,
+        "ttl": "7d",
+        "write_mode": "back",
+        "promotion": "never",
+        "min_read_tokens": 512,
+        "slow_after": "3s",
+        "metrics": "127.0.0.1:9477",
         "weights_id": "v7",
         "if_incompatible": "start_without",
     }
-    assert set(texts) == set(Settings.keys())
+    assert {"path", *texts} == set(Settings.keys())
     assert Settings.parse(texts) == Settings(
-        Path("/mnt/kv"), 1_500_000_000_000, 0, 4 << 30, 32, 256 << 20, 0.5, 120.0, "v7",
-        "start_without",
+        (Path("/mnt/a"), Path("/mnt/b")), 1_500_000_000_000, 0, 4 << 30, 32, 256 << 20, 0.5, 120.0,
+        "s3-fifo", "second-demotion", 0.5, 7 * 86400.0, "back", "never", 512, 3.0,
+        "127.0.0.1:9477", "v7", "start_without",
     )  # fmt: skip
+    assert Settings.parse(GOOD).paths == (Path("/mnt/kv"),)
 
 
 def test_there_are_few_settings() -> None:
     assert len(Settings.keys()) <= 40
-    assert len(set(Settings.keys())) == len(dataclasses.fields(Settings))
+    # "path" and "paths" are one field.
+    assert len(set(Settings.keys())) == len(dataclasses.fields(Settings)) + 1
 
 
 @pytest.mark.parametrize(
@@ -128,7 +149,7 @@ def test_times(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["10", 10, 0.5, "0s", "-1s", "0.0ms", "10 seconds", "1m", "1d", "", "soon", None, True, "infs",
+    ["10", 10, 0.5, "0s", "-1s", "0.0ms", "10 seconds", "1m", "2d", "", "soon", None, True, "infs",
      "25h", "9" * 400 + "s", "1s\n2s"],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["read_deadline", "write_deadline"])
@@ -199,9 +220,9 @@ def test_what_is_no_path(value: object, words: str) -> None:
         ("min_free_bytes", "min_free"),
         ("minfree", "min_free"),
         ("threads", "io_threads"),
-        ("n_read_threads", "io_threads"),
+        ("n_io_threads", "io_threads"),
         ("root_dir", None),
-        ("read_timeout", "read_deadline"),
+        ("read_dead", "read_deadline"),
         ("weights", "weights_id"),
         ("x", None),
         ("", None),
@@ -263,7 +284,7 @@ def test_whatever_a_person_writes_it_is_read_or_refused_in_one_line(texts: dict)
     except ConfigError as error:
         refusals.append(str(error))
     else:
-        assert settings.path.is_absolute()
+        assert all(path.is_absolute() for path in settings.paths)
         assert settings.capacity_bytes >= 1 << 20
     assert all(len(text.splitlines()) == 1 and "=" in text for text in refusals)
 

@@ -1,8 +1,12 @@
 """The store: several tiers behave as one, and one tier's fault costs no more than that tier."""
 
+import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,22 +16,36 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from stepwell.clock import ManualClock
 from stepwell.core.identity import Identity
-from stepwell.core.keys import Key, make_key
-from stepwell.core.record import record_bytes
-from stepwell.core.types import Chunk, ChunkResult, Direction, JobResult, Lookup, Outcome, Reason
+from stepwell.core.keys import Key, fingerprint, make_key
+from stepwell.core.leases import Lease
+from stepwell.core.types import (
+    Chunk,
+    ChunkResult,
+    Direction,
+    Job,
+    JobResult,
+    Lookup,
+    Outcome,
+    Reason,
+)
 from stepwell.errors import ClosedError, ConfigError
+from stepwell.manager import Manager, WriteMode
+from stepwell.policy.breaker import Breaker
 from stepwell.settings import Settings
 from stepwell.store import Store
 from stepwell.testing import FaultyTier, buffer_of, key_of, payload_of
 from stepwell.tiers.base import Tier, TierContext
-from stepwell.tiers.disk import DiskTier
+from stepwell.tiers.disk import DiskTier, slot_cost_bytes
+from stepwell.tiers.guarded import GuardedTier
 from stepwell.tiers.host import HostTier
+from stepwell.tiers.striped import StripedTier
 
 SIZE = 4096
 DONE = ChunkResult(Outcome.DONE)
 ABSENT = ChunkResult(Outcome.MISS, Reason.ABSENT)
 BAD = ChunkResult(Outcome.MISS, Reason.CHECKSUM)
 BROKEN = ChunkResult(Outcome.FAILED, Reason.IO_ERROR)
+REFUSED = ChunkResult(Outcome.FULL, Reason.QUEUE_FULL)
 KEYS = [key_of(f"c{idx}") for idx in range(8)]
 
 
@@ -387,7 +405,7 @@ def test_a_tier_that_was_closed_below_the_store(make: Callable[..., Harness]) ->
 
 def test_a_store_as_the_settings_say(tmp_path: Path) -> None:
     """Host over disk; after a restart the disk tier has everything, the host tier fills again."""
-    settings = Settings(tmp_path / "kv", 1 << 20, min_free_bytes=0, host_capacity_bytes=1 << 20)
+    settings = Settings((tmp_path / "kv",), 1 << 20, min_free_bytes=0, host_capacity_bytes=1 << 20)
     identity = Identity({"model": "m"})
     for run in range(2):
         store = Store.open(settings)
@@ -402,100 +420,44 @@ def test_a_store_as_the_settings_say(tmp_path: Path) -> None:
             assert read(store, keys).tiers == ("host",) * 4
         finally:
             store.close()
-    described = tmp_path / "kv" / "roots" / identity.root.hex() / "root.json"
+    described = tmp_path / "kv" / "roots" / f"{identity.root.hex()}.json"
     assert Identity.from_json(described.read_text()) == identity
 
 
+def test_a_store_that_writes_back_as_the_settings_say(tmp_path: Path) -> None:
+    """Nothing is on the drive until half of the host tier is written, and all of it at the end."""
+    settings = Settings(
+        (tmp_path / "kv",), 4 << 20, min_free_bytes=0, host_capacity_bytes=64 * SIZE,
+        write_mode="back", io_threads=2,
+    )  # fmt: skip
+    keys = [key_of(idx) for idx in range(48)]
+    store = Store.open(settings)
+    assert write(store, keys[:32]).tiers == ("host",) * 32
+    assert store.num_chunks == 0
+    assert write(store, keys[32:]).tiers == ("host",) * 16
+    give_up_s = time.monotonic() + 30
+    while store.num_chunks < 16 and time.monotonic() < give_up_s:
+        store.poll()
+    assert store.num_chunks == 16
+    store.close()
+    store = Store.open(settings)
+    assert store.num_chunks == 48
+    assert read(store, keys).tiers == ("disk",) * 48
+    store.close()
+
+
 def test_a_store_without_a_host_tier(tmp_path: Path) -> None:
-    store = Store.open(Settings(tmp_path / "kv", 1 << 20, min_free_bytes=0))
+    store = Store.open(Settings((tmp_path / "kv",), 1 << 20, min_free_bytes=0))
     assert [tier.name for tier in store.tiers] == ["disk"]
     store.close()
 
 
 def test_a_store_that_cannot_be_opened_leaves_nothing(tmp_path: Path) -> None:
-    import threading
-
     (tmp_path / "file").write_text("mine")
     before = threading.active_count()
     with pytest.raises(ConfigError):
-        Store.open(Settings(tmp_path / "file", 1 << 20, host_capacity_bytes=1 << 20))
+        Store.open(Settings((tmp_path / "file",), 1 << 20, host_capacity_bytes=1 << 20))
     assert threading.active_count() == before
-
-
-# Any history.
-
-
-class StoreMachine(RuleBasedStateMachine):
-    """A small host tier over a disk tier that has room for all, against a set of keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model: set[Key] = set()
-        self.deleted: set[Key] = set()
-        self.place = Path(tempfile.mkdtemp(prefix="store-machine-"))
-
-    @initialize()
-    def open(self) -> None:
-        context = TierContext(clock=ManualClock())
-        disk = DiskTier(self.place, 16 * record_bytes(SIZE), context, num_threads=2)
-        self.store = Store([HostTier(3 * SIZE, context), disk], context)
-
-    def teardown(self) -> None:
-        self.store.close()
-        shutil.rmtree(self.place)
-
-    keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=5, unique=True)
-
-    @rule(keys=keys)
-    def write(self, keys: list[Key]) -> None:
-        result = write(self.store, keys)
-        # The disk's space of what was deleted may follow a little later.
-        while not result.done and self.deleted & set(keys):
-            result = write(self.store, keys)
-        assert result.done
-        self.model |= set(keys)
-        disk = self.store.tiers[1]
-        while not all(present(disk, keys)):
-            assert self.deleted & set(keys)
-            write(Store([disk], self.store.context), keys)
-        self.deleted -= set(keys)
-
-    @rule(keys=keys)
-    def read(self, keys: list[Key]) -> None:
-        result = read(self.store, keys)
-        assert [r.outcome is Outcome.DONE for r in result.results] == [
-            key in self.model for key in keys
-        ]
-
-    @rule(keys=keys)
-    def touch(self, keys: list[Key]) -> None:
-        result = wait(self.store, self.store.touch(keys))
-        assert [r.outcome is Outcome.DONE for r in result.results] == [
-            key in self.model for key in keys
-        ]
-
-    @rule(keys=keys)
-    def delete(self, keys: list[Key]) -> None:
-        assert self.store.delete(keys) >= len(self.model & set(keys))
-        self.deleted |= self.model & set(keys)
-        self.model -= set(keys)
-
-    @rule()
-    def restart(self) -> None:
-        self.store.close()
-        self.open()
-        self.deleted.clear()
-
-    @invariant()
-    def lookups_agree(self) -> None:
-        if hasattr(self, "store"):
-            assert present(self.store, KEYS) == [key in self.model for key in KEYS]
-
-
-TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = hypothesis_settings(
-    max_examples=20, stateful_step_count=25, deadline=None
-)
 
 
 def test_a_tier_that_refuses_a_job_does_not_lose_the_others() -> None:
@@ -513,3 +475,315 @@ def test_a_tier_that_refuses_a_job_does_not_lose_the_others() -> None:
     assert result.results == (DONE, DONE, ABSENT, ABSENT)
     assert wait(harness.store, harness.store.write(chunks_of(KEYS[4:6]))).done
     assert harness.context.metrics.value("internal_errors") == 2
+
+
+# Many jobs at a time.
+
+
+@pytest.mark.parametrize("mode", list(WriteMode))
+@pytest.mark.parametrize("seed", range(6))
+def test_a_long_history_of_many_jobs_at_a_time(tmp_path: Path, seed: int, mode: WriteMode) -> None:
+    """Over a stripe of two drives, with faults, leases and deletes while all is under way.
+
+    Every job is reported once, what is DONE is right, what was deleted last is gone, and nothing
+    is left of it all.
+    """
+    rng = random.Random(seed)
+    context = TierContext(clock=ManualClock())
+    manager = Manager([None, None], write_mode=mode, top_capacity_bytes=6 * SIZE)
+    drives = [
+        DiskTier(tmp_path / str(idx), 10 * slot_cost_bytes(SIZE), context, num_threads=2,
+                 name=f"disk{idx}", inflight_writes_bytes=8 * SIZE)
+        for idx in range(2)
+    ]  # fmt: skip
+    broken = [0.0, 0.0]
+
+    def faults(drive_idx: int) -> Callable[[int], ChunkResult | None]:
+        return lambda _: rng.choice([BAD, BROKEN]) if rng.random() < broken[drive_idx] else None
+
+    guarded = [
+        GuardedTier(
+            FaultyTier(each, read_faults=faults(idx), write_faults=faults(idx)),
+            Breaker(),
+            context,
+        )
+        for idx, each in enumerate(drives)
+    ]
+    host = HostTier(6 * SIZE, context, keeps=manager.keeps, inflight_writes_bytes=5 * SIZE)
+    store = Store([host, StripedTier(guarded, context)], context, manager, drives=drives)
+    names = [key_of(idx) for idx in range(24)]
+    reads: dict[int, list[Chunk]] = {}
+    begun: list[int] = []
+    ended: list[int] = []
+    deleted: set[Key] = set()
+    leases: list[Lease] = []
+
+    def poll() -> None:
+        for result in store.poll():
+            ended.append(result.job_id)
+            for chunk, each in zip(reads.pop(result.job_id, ()), result.results, strict=False):
+                if each.outcome is Outcome.DONE:
+                    assert bytes(chunk.buffer) == payload_of(chunk.key, SIZE)
+
+    for _ in range(400):
+        keys = rng.sample(names, rng.randrange(1, 7))
+        match rng.choice(["write", "write", "read", "read", "touch", "delete", "poll", "other"]):
+            case "write":
+                begun.append(store.write(chunks_of(keys)))
+                deleted -= set(keys)
+            case "read":
+                chunks = [Chunk(key, buffer_of(SIZE)) for key in keys]
+                begun.append(store.read(chunks))
+                reads[begun[-1]] = chunks
+            case "touch":
+                begun.append(store.touch(keys))
+            case "delete":
+                store.delete(keys)
+                deleted |= set(keys)
+            case "poll":
+                poll()
+            case "other":
+                broken[rng.randrange(2)] = rng.choice([0.0, 0.0, 0.3, 1.0])
+                if rng.random() < 0.5:
+                    leases.append(store.acquire(keys, 30.0))
+                while len(leases) > 3:
+                    leases.pop(0).release()
+                context.clock.advance(rng.choice([0.0, 0.1, 6.0]))  # type: ignore[attr-defined]
+    broken[:] = [0.0, 0.0]
+    give_up_s = time.monotonic() + 30
+    while (store.unfinished or manager.dirty_bytes > 3 * SIZE) and time.monotonic() < give_up_s:
+        poll()
+    assert sorted(ended) == sorted(begun)
+    store.close()
+    assert not manager.has_dirty
+    assert store.poll() == []
+    for idx, each in enumerate(drives):
+        drives[idx] = DiskTier(tmp_path / str(idx), each.capacity_bytes, context)
+    lying = [key for key in names if any(present(each, [key])[0] for each in drives)]
+    assert not deleted & set(lying), "deleted, and back"
+    for each in drives:
+        each.close()
+
+
+# Any history.
+
+
+class Counted:
+    """Passes everything on to a tier, and counts what it reports as its metrics ought to."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self.name = tier.name
+        self.submitted = 0
+        self.reported = 0
+        self.counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+
+    def contains(self, keys: Sequence[Key]) -> list[Lookup]:
+        return self.tier.contains(keys)
+
+    def submit(self, job: Job) -> None:
+        self.tier.submit(job)
+        self.submitted += 1
+
+    def poll(self) -> list[JobResult]:
+        results = self.tier.poll()
+        self.reported += len(results)
+        for job in results:
+            if job.direction is not Direction.TOUCH:
+                self.counts[f"{job.direction}_bytes", (self.name,)] += job.moved_bytes
+                for each in job.results:
+                    labels = (self.name, each.outcome.value, each.reason.value)
+                    self.counts[f"{job.direction}_chunks", labels] += 1
+        return results
+
+    def delete(self, keys: Sequence[Key]) -> int:
+        return self.tier.delete(keys)
+
+    def close(self) -> None:
+        self.tier.close()
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """A small host tier over a disk tier that has room for all, with faults, against sets of keys.
+
+    Never a wrong byte; nothing is served that was not written or that was deleted; what is safe,
+    because the disk has it or the host tier keeps it, can be read; and the counters tell exactly
+    what the tiers did.
+    """
+
+    mode = WriteMode.THROUGH
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[Key] = set()
+        self.safe: set[Key] = set()
+        self.faults: dict[tuple[str, Direction], list[ChunkResult | None]] = {}
+        self.leases: list[Lease] = []
+        self.place = Path(tempfile.mkdtemp(prefix="store-machine-"))
+
+    @initialize()
+    def open(self) -> None:
+        self.context = TierContext(clock=ManualClock())
+        self.manager = Manager(
+            [None, None], write_mode=self.mode, top_capacity_bytes=self.host_chunks * SIZE
+        )
+        host = HostTier(self.host_chunks * SIZE, self.context, keeps=self.manager.keeps)
+        disk = DiskTier(self.place, 32 * slot_cost_bytes(SIZE), self.context, num_threads=2)
+        self.tiers = [Counted(host), Counted(disk)]
+        self.store = Store([self.faulty(each) for each in self.tiers], self.context, self.manager)
+
+    host_chunks = 4
+
+    def faulty(self, tier: Counted) -> FaultyTier:
+        def next_fault(direction: Direction) -> Callable[[int], ChunkResult | None]:
+            plan = self.faults.setdefault((tier.name, direction), [])
+            return lambda _: plan.pop(0) if plan else None
+
+        return FaultyTier(
+            tier, read_faults=next_fault(Direction.READ), write_faults=next_fault(Direction.WRITE)
+        )
+
+    @property
+    def may_fail(self) -> bool:
+        return any(plan for plan in self.faults.values())
+
+    def is_safe(self, key: Key) -> bool:
+        return present(self.tiers[1], [key]) == [True] or self.manager.keeps(fingerprint(key))
+
+    def settle(self) -> None:
+        """Poll until nothing changes any more, demotions included."""
+        give_up_s = time.monotonic() + 30
+        before: object = None
+        while True:
+            assert self.store.poll() == []
+            demoted = self.context.metrics.value("demoted_chunks")
+            now = [demoted, self.manager.dirty_bytes, *(each.submitted for each in self.tiers)]
+            idle = all(each.submitted == each.reported for each in self.tiers)
+            if idle and now == before:
+                return
+            before = now
+            assert time.monotonic() < give_up_s, "something never ends"
+
+    def after(self, may_have_failed: bool) -> None:
+        """An operation ended; what faults took along is no longer expected."""
+        self.settle()
+        if may_have_failed:
+            self.safe = {key for key in self.safe if self.is_safe(key)}
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+        shutil.rmtree(self.place)
+
+    keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=5, unique=True)
+
+    @rule(keys=keys)
+    def write(self, keys: list[Key]) -> None:
+        may_fail = self.may_fail
+        # What the host tier has although it could not be demoted once is not tried again.
+        left = {key for key in keys if present(self.tiers[0], [key]) == [True]} - self.safe
+        result = write(self.store, keys)
+        self.after(may_fail)
+        assert may_fail or result.done
+        for key, each in zip(keys, result.results, strict=True):
+            if each.outcome is Outcome.DONE:
+                self.written.add(key)
+            if self.is_safe(key):
+                self.safe.add(key)
+        assert may_fail or self.safe | left >= set(keys)
+
+    @rule(keys=keys)
+    def read(self, keys: list[Key]) -> None:
+        may_fail = self.may_fail
+        expected = present(self.store, keys)
+        result = read(self.store, keys)
+        self.after(may_fail)
+        done = [each.outcome is Outcome.DONE for each in result.results]
+        assert all(key in self.written for key, each in zip(keys, done, strict=True) if each)
+        assert may_fail or done == expected
+        assert [bool(tier) for tier in result.tiers] == done
+        assert result.moved_bytes == SIZE * sum(done)
+
+    @rule(keys=keys)
+    def touch(self, keys: list[Key]) -> None:
+        expected = present(self.store, keys)
+        result = wait(self.store, self.store.touch(keys))
+        assert [each.outcome is Outcome.DONE for each in result.results] == expected
+
+    @rule(keys=keys)
+    def delete(self, keys: list[Key]) -> None:
+        before = [
+            sum(copies) for copies in zip(*(present(t, keys) for t in self.tiers), strict=True)
+        ]
+        assert self.store.delete(keys) == sum(before)
+        assert present(self.store, keys) == [False] * len(keys)
+        self.written -= set(keys)
+        self.safe -= set(keys)
+
+    @rule(
+        tier=st.sampled_from(["host", "disk"]),
+        direction=st.sampled_from([Direction.READ, Direction.WRITE]),
+        plan=st.lists(st.sampled_from([None, BAD, BROKEN, REFUSED]), min_size=1, max_size=4),
+    )
+    def fail(self, tier: str, direction: Direction, plan: list[ChunkResult | None]) -> None:
+        self.faults[tier, direction][:] = plan
+
+    @rule()
+    def mend(self) -> None:
+        for plan in self.faults.values():
+            plan.clear()
+
+    @rule(keys=keys)
+    def lease(self, keys: list[Key]) -> None:
+        self.leases.append(self.store.acquire(keys, 60.0))
+
+    @rule()
+    def release(self) -> None:
+        while self.leases:
+            self.leases.pop().release()
+
+    @rule()
+    def restart(self) -> None:
+        """Everything that is safe is on the disk then."""
+        self.mend()
+        self.store.close()
+        self.leases.clear()
+        self.open()
+        self.written = {key for key in self.written if present(self.store, [key]) == [True]}
+        assert self.safe <= self.written
+
+    @invariant()
+    def lookups_agree(self) -> None:
+        if hasattr(self, "store"):
+            found = {key for key in KEYS if present(self.store, [key]) == [True]}
+            assert self.safe <= found <= self.written
+            assert all(self.is_safe(key) for key in self.safe)
+
+    @invariant()
+    def counters_tell_what_the_tiers_did(self) -> None:
+        if hasattr(self, "store"):
+            counted = {
+                key: value
+                for key, value in self.context.metrics.snapshot().items()
+                if key[0].startswith(("read_", "write_"))
+            }
+            expected = self.tiers[0].counts + self.tiers[1].counts
+            assert counted == {key: value for key, value in expected.items() if value}
+
+    @invariant()
+    def the_host_tier_is_not_full_of_what_has_no_copy(self) -> None:
+        if hasattr(self, "store"):
+            assert self.manager.dirty_bytes <= self.host_chunks * SIZE / 2
+
+
+class BackMachine(StoreMachine):
+    """The same under write-back."""
+
+    mode = WriteMode.BACK
+
+
+SETTINGS = hypothesis_settings(max_examples=20, stateful_step_count=30, deadline=None)
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = SETTINGS
+TestBackMachine = BackMachine.TestCase
+TestBackMachine.settings = SETTINGS

@@ -22,13 +22,14 @@ ARCHITECTURE = ROOT / "docs" / "ARCHITECTURE.md"
 LAYERS = (
     "errors",
     "core",
+    "policy",
     "settings",
     "clock",
     "metrics",
-    "policy",
     "tiers",
     "manager",
     "pipeline",
+    "exporter",
     "testing",  # anything below the store; besides, nobody but tests imports it
     "store",
     "__init__",  # what `import stepwell` offers

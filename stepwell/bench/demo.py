@@ -12,10 +12,8 @@ import contextlib
 import importlib
 import math
 import shutil
-import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +28,7 @@ from stepwell.bench.prometheus import Metrics
 from stepwell.bench.results import DEVICE, DISK, RECOMPUTE, VLLM_FS, DemoResult, Row, TokenCounts
 from stepwell.bench.server import Server, ServerConfig, ServerError
 from stepwell.bench.text import make_prompt
+from stepwell.bench.workplace import signals_as_exceptions
 from stepwell.engines.vllm_args import kv_transfer_config
 from stepwell.errors import ConfigError
 
@@ -83,7 +82,7 @@ def run_demo(options: DemoOptions) -> DemoResult:
         ServerError: an engine did not start or died; the message holds the end of its log.
     """
     check_options(options)
-    with _signals_as_exceptions(), Progress(_count_steps(options)) as progress:
+    with signals_as_exceptions(), Progress(_count_steps(options)) as progress:
         progress.phase("making the model")
         info = _get_model(options)
         _check_fit(options, info)
@@ -415,21 +414,3 @@ def _working_folder(options: DemoOptions) -> Iterator[Path]:
 
 def _parent_folder(options: DemoOptions) -> Path:
     return Path(options.path or Path.home() / ".cache" / "stepwell").resolve()
-
-
-@contextlib.contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    """Turns SIGTERM and SIGHUP into SystemExit, so that engines are stopped on the way out."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    old = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

@@ -131,3 +131,46 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def storage_machine() -> dict[str, object]:
+    """What a storage benchmark says of machine and versions; JSON values."""
+    return {
+        "stepwell": stepwell.__version__,
+        "python": platform.python_version(),
+        "numpy": importlib.metadata.version("numpy"),
+        "xxhash": importlib.metadata.version("xxhash"),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "cpu": cpu_name(),
+        "cpus": num_cpus(),
+        "memory_available_bytes": memory_available(),
+    }
+
+
+def path_configuration(path: Path) -> dict[str, object]:
+    """What a benchmark says of the drive below a directory; JSON values."""
+    kind, device = file_system(path)
+    status = os.statvfs(path)
+    return {
+        "path": str(path),
+        "file_system": kind,
+        "device": device,
+        "drive": drive_name(path) or "unknown",
+        "free_bytes": status.f_bavail * status.f_frsize,
+    }
+
+
+def drive_name(path: Path) -> str:
+    """Name and model of the drive below a directory as /sys gives them; "" if it gives none."""
+    number = path.stat().st_dev
+    block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    if not block.exists():
+        return ""  # a file system without a drive of its own, such as overlay or tmpfs
+    block = block.resolve()
+    for folder in (block, block.parent):  # a partition's drive is one above it
+        try:
+            model = (folder / "device" / "model").read_text(errors="replace").strip()
+        except OSError:
+            continue
+        return f"{folder.name} ({model})"
+    return block.name

@@ -39,6 +39,19 @@ def read_bytes_physical(group: int) -> int:
     return total
 
 
+def io_counters() -> dict[str, int]:
+    """The kernel's account of this process's reads and writes; empty if it keeps none.
+
+    Of /proc/self/io: `syscr` is the number of read system calls, `write_bytes` what drives were
+    asked to write, and so on.
+    """
+    try:
+        lines = (_PROC / "self" / "io").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: int(value) for name, value in (line.split(": ", 1) for line in lines)}
+
+
 def offload_files(pids: Iterable[int]) -> set[Path]:
     """Returns vLLM's shared offload files in /dev/shm that any of the processes has mapped."""
     found = set()

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from types import TracebackType
 
-from stepwell.core.keys import Key
+from stepwell.core.keys import Key, fingerprint
 
 __all__ = ["Lease", "LeaseTable"]
 
@@ -25,8 +25,8 @@ class LeaseTable:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._lock = threading.Lock()
-        self._leases: dict[Key, dict[int, float]] = {}
-        self._keys: dict[int, tuple[Key, ...]] = {}
+        self._leases: dict[int, dict[int, float]] = {}  # by fingerprint
+        self._tags: dict[int, tuple[int, ...]] = {}
         self._expiries: list[tuple[float, int]] = []
         self._next_id = 0
 
@@ -35,15 +35,16 @@ class LeaseTable:
         if ttl_s <= 0:
             raise ValueError(f"a lease lasts for some time: ttl_s={ttl_s}")
         names = tuple(keys)
+        tags = tuple(fingerprint(key) for key in names)
         with self._lock:
             lease_id = self._next_id
             self._next_id += 1
             self._forget_expired()
             expires_s = self._now() + ttl_s
-            self._keys[lease_id] = names
+            self._tags[lease_id] = tags
             heapq.heappush(self._expiries, (expires_s, lease_id))
-            for key in names:
-                self._leases.setdefault(key, {})[lease_id] = expires_s
+            for tag in tags:
+                self._leases.setdefault(tag, {})[lease_id] = expires_s
         return Lease(self, lease_id, names, expires_s)
 
     def release(self, lease_id: int) -> None:
@@ -53,8 +54,12 @@ class LeaseTable:
 
     def held(self, key: Key) -> bool:
         """Whether any lease on ``key`` is running."""
+        return self.held_tag(fingerprint(key))
+
+    def held_tag(self, tag: int) -> bool:
+        """The same for the fingerprint of a key (`stepwell.core.keys.fingerprint`)."""
         with self._lock:
-            holders = self._leases.get(key)
+            holders = self._leases.get(tag)
             if holders is None:
                 return False
             now_s = self._now()
@@ -66,16 +71,16 @@ class LeaseTable:
         now_s = self._now()
         while self._expiries and self._expiries[0][0] <= now_s:
             self._drop(heapq.heappop(self._expiries)[1])
-        if len(self._expiries) > 64 + 2 * len(self._keys):
+        if len(self._expiries) > 64 + 2 * len(self._tags):
             # Mostly of leases that were given back.
-            self._expiries = [entry for entry in self._expiries if entry[1] in self._keys]
+            self._expiries = [entry for entry in self._expiries if entry[1] in self._tags]
             heapq.heapify(self._expiries)
 
     def _drop(self, lease_id: int) -> None:
-        for key in self._keys.pop(lease_id, ()):
-            holders = self._leases.get(key)
+        for tag in self._tags.pop(lease_id, ()):
+            holders = self._leases.get(tag)
             if holders is not None and holders.pop(lease_id, None) is not None and not holders:
-                del self._leases[key]
+                del self._leases[tag]
 
 
 class Lease:

@@ -52,6 +52,8 @@ class Reason(StrEnum):
     LAYOUT = "layout"
     NOT_A_FILE = "not_a_file"
     EXPIRED = "expired"
+    NOT_WORTH = "not_worth"
+    """There, but computing it was expected to end sooner than reading it."""
     UNREAD = "unread"
     """There, but the engine never had it read: no room in the primary, cancelled, not needed."""
     # Writes.
@@ -59,12 +61,16 @@ class Reason(StrEnum):
     MIN_FREE = "min_free"
     NO_SPACE = "no_space"
     QUEUE_FULL = "queue_full"
+    NOT_ADMITTED = "not_admitted"
+    """Not worth a write: see `stepwell.policy.admission`."""
     EXISTS = "exists"
-    """DONE without moving a byte: the chunk was there already."""
+    """DONE without moving a byte: the chunk was there already, or another job wrote it."""
     # Both.
     INTERNAL = "internal"
     DEADLINE = "deadline"
     IO_ERROR = "io_error"
+    BREAKER = "breaker"
+    """The tier failed or was slow lately and is not asked for a while."""
     CLOSED = "closed"
 
 
@@ -86,11 +92,14 @@ class Chunk:
         buffer: contiguous bytes, exactly the payload's length; writable for a read. Reads and
             writes move without a copy when the address and the length are multiples of 4096.
         end_token: position of the chunk's last token + 1 in its prefix, 0 if unknown.
+        expires_at_s: for a write, when the chunk expires, seconds since the epoch; 0: as long
+            from now as the tier keeps what is new.
     """
 
     key: Key
     buffer: memoryview
     end_token: int = 0
+    expires_at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +122,17 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """What became of one chunk, and why if not DONE."""
+    """What became of one chunk, and why if not DONE.
+
+    Attributes:
+        outcome: what became of it.
+        reason: why, if not DONE.
+        expires_at_s: of a chunk that was read, when it expires; 0 for never. Not compared.
+    """
 
     outcome: Outcome
     reason: Reason = Reason.NONE
+    expires_at_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +144,8 @@ class JobResult:
         moved_bytes: payload bytes that were read or written.
         elapsed_s: from submission to the last chunk's end.
         tiers: name of the tier that served each chunk of a read ("" where none did).
+        slowest_s: the longest that a single operation of the job took, without waiting for a
+            turn; 0 if none ran, or if the tier does not measure it.
     """
 
     job_id: int
@@ -136,6 +154,7 @@ class JobResult:
     moved_bytes: int
     elapsed_s: float
     tiers: tuple[str, ...] = field(default=())
+    slowest_s: float = 0.0
 
     @property
     def done(self) -> bool:

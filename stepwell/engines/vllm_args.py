@@ -1,5 +1,7 @@
 """The value for vLLM's --kv-transfer-config."""
 
+from collections.abc import Sequence
+
 from stepwell.errors import ConfigError
 from stepwell.settings import Settings, parse_size
 
@@ -10,7 +12,7 @@ CPU_MODULE = "stepwell.engines.vllm_cpu"
 
 
 def kv_transfer_config(
-    path: str,
+    path: str | Sequence[str],
     capacity: str,
     *,
     primary: str = "4GiB",
@@ -20,7 +22,7 @@ def kv_transfer_config(
     """What to give to vLLM, checked.
 
     Args:
-        path: directory of the disk tier.
+        path: directory of the disk tier; several, one per drive, make a striped tier.
         capacity: its size, such as "20GiB".
         primary: host memory that vLLM copies through, such as "4GiB"; a burst of loads that does
             not fit in it is recomputed.
@@ -30,7 +32,9 @@ def kv_transfer_config(
     Raises:
         ConfigError: a value is wrong.
     """
-    tier: dict[str, object] = {"path": path, "capacity": capacity, **(settings or {})}
+    paths = [path] if isinstance(path, str) else list(path)
+    where: dict[str, object] = {"path": paths[0]} if len(paths) == 1 else {"paths": paths}
+    tier: dict[str, object] = {**where, "capacity": capacity, **(settings or {})}
     Settings.parse(tier)
     primary_bytes = parse_size(primary, "primary")
     if primary_bytes < 1 << 20:

@@ -6,9 +6,10 @@ the primary and Stepwell's store.
 
 import contextvars
 import functools
-from collections import Counter
-from collections.abc import Callable, Sized
-from dataclasses import dataclass, field
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -34,13 +35,14 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
 import stepwell
 from stepwell.core.identity import Identity
 from stepwell.core.keys import Root, make_key
-from stepwell.core.leases import Lease
 from stepwell.core.types import Chunk, Direction, JobResult, Lookup, Outcome, Reason
+from stepwell.engines.books import RequestBooks
+from stepwell.engines.prefill import StepTimer
 from stepwell.engines.vllm_args import MODULE
 from stepwell.engines.vllm_check import TIER_TYPE, check, logger, reported
 from stepwell.engines.vllm_identity import describe_engine, with_hash
 from stepwell.errors import ConfigError, StepwellError
-from stepwell.metrics import DEFINITIONS
+from stepwell.metrics import DEFINITIONS, GAUGES
 from stepwell.settings import Settings, format_bytes
 from stepwell.store import Store
 
@@ -49,14 +51,19 @@ __all__ = ["StepwellConnector", "StepwellTier"]
 # Given back at the request's end; a request that runs longer loses the protection, nothing else.
 _LEASE_S = 600.0
 
+_Books = RequestBooks[OffloadKey]
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class _Engine:
+    """What a connector tells the tiers that vLLM builds for it, and the tiers themselves."""
+
     vllm_config: Any
     kv_cache_config: Any
+    timer: StepTimer
+    tiers: "list[StepwellTier]"
 
 
 _engine: contextvars.ContextVar[_Engine | None] = contextvars.ContextVar("engine", default=None)
@@ -74,11 +81,43 @@ class StepwellConnector(OffloadingConnector):
         transfer_config = vllm_config.kv_transfer_config
         with reported():
             check(transfer_config.kv_connector_extra_config)
-        token = _engine.set(_Engine(vllm_config, kv_cache_config))
+        self._timer = StepTimer()
+        self._tiers: list[StepwellTier] = []
+        engine = _Engine(vllm_config, kv_cache_config, self._timer, self._tiers)
+        token = _engine.set(engine)
         try:
             super().__init__(vllm_config, role, kv_cache_config)
         finally:
             _engine.reset(token)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """As vLLM's; a request that waits for a drive that does not answer is computed instead.
+
+        Its rows of the primary stay where they are until the drive lets go of them.
+        """
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
+        if found[0] is None and any(tier.gives_up(request.request_id) for tier in self._tiers):
+            return 0, False
+        return found
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """As vLLM's; the step is timed, to know how fast the engine computes."""
+        if self._tiers:
+            counts: dict[str, int] = scheduler_output.num_scheduled_tokens
+            # One token is a decode; what is more belongs to a prompt.
+            prompt_tokens = sum(count for count in counts.values() if count > 1)
+            now_s = time.monotonic()
+            self._timer.on_scheduled(prompt_tokens, sum(counts.values()), now_s)
+        return super().build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """As vLLM's; the step's outputs are there."""
+        self._timer.on_outputs(time.monotonic())
+        super().update_connector_output(connector_output)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -89,44 +128,12 @@ class StepwellConnector(OffloadingConnector):
         return layout
 
 
-@dataclass(slots=True)
-class _RequestState:
-    """What one request asked for, and what it holds.
-
-    Attributes:
-        misses: why a chunk was not served. ABSENT may still change, any other reason stays: a
-            chunk whose read failed is not tried again for the same request.
-        unread: chunks that were there and have not been read (yet).
-        served: chunks that were read.
-        leases: on what is being read and written.
-    """
-
-    misses: dict[OffloadKey, Reason] = field(default_factory=dict)
-    unread: set[OffloadKey] = field(default_factory=set)
-    served: set[OffloadKey] = field(default_factory=set)
-    leases: list[Lease] = field(default_factory=list)
-
-    def miss(self, key: OffloadKey, reason: Reason) -> None:
-        """Note that a chunk is not to be had."""
-        self.unread.discard(key)
-        if key not in self.served:
-            self.misses[key] = reason
-
-    def counts(self) -> Counter[tuple[str, str]]:
-        """Every chunk that was asked for once, as (answer, reason)."""
-        counts: Counter[tuple[str, str]] = Counter()
-        counts[(Lookup.HIT.value, Reason.NONE)] = len(self.served)
-        counts[(Lookup.MISS.value, Reason.UNREAD)] = len(self.unread)
-        for reason in self.misses.values():
-            counts[(Lookup.MISS.value, reason)] += 1
-        return counts
-
-
 @dataclass(frozen=True, slots=True)
 class _JobInfo:
     job_id: int
     keys: list[OffloadKey]
-    request: _RequestState
+    request: _Books
+    is_load: bool
 
 
 def _guarded(where: str, otherwise: T) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -174,24 +181,30 @@ class StepwellTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality.LOCAL
         self._row_bytes = self.block_size_bytes
+        groups = offloading_spec.config.groups
+        self._num_groups = len(groups)
+        self._chunk_tokens = groups[0].tokens_per_block * offloading_spec.blocks_per_chunk
         with reported():
             self._settings = Settings.parse(settings)
-            self._engine_identity = self._describe(offloading_spec)
+            engine = self._engine()
+            self._engine_identity = self._describe(engine, offloading_spec)
             self._store = Store.open(self._settings)
         # Last, since vLLM cannot give its memory back while a view of it is left.
         self._rows = primary_kv_view.cast("B")
         self._root: Root | None = None
-        self._requests: dict[str, _RequestState] = {}
+        self._requests: dict[str, _Books] = {}
         self._jobs: dict[int, _JobInfo] = {}
         self._ready: list[VllmJobResult] = []
         self._told: dict[tuple[str, tuple[str, ...]], int] = {}
-        self._told_used: dict[str, int] = {}
+        self._told_gauges: dict[tuple[str, str], float] = {}
+        self._timer = engine.timer
+        engine.tiers.append(self)
         logger.info(
             "Stepwell %s: path=%s chunks=%d used=%s capacity=%s chunk=%s",
             stepwell.__version__,
-            self._settings.path,
-            sum(len(tier) for tier in self._store.tiers if isinstance(tier, Sized)),
-            format_bytes(sum(getattr(tier, "used_bytes", 0) for tier in self._store.tiers)),
+            ",".join(map(str, self._settings.paths)),
+            self._store.num_chunks,
+            format_bytes(sum(self._store.used_bytes.values())),
             format_bytes(self._settings.capacity_bytes),
             format_bytes(self._row_bytes),
         )
@@ -210,7 +223,7 @@ class StepwellTier(SecondaryTierManager):
             # vLLM sets its hash function up after it has built its tiers.
             whole = with_hash(self._engine_identity, kv_cache_utils.NONE_HASH)
             self._root = self._store.use_root(whole)
-        self._requests[req_context.req_id] = _RequestState()
+        self._requests[req_context.req_id] = _Books()
         return RequestOffloadingContext()
 
     @_guarded("lookup", LookupResult.MISS)
@@ -219,16 +232,48 @@ class StepwellTier(SecondaryTierManager):
         state = self._requests.get(req_context.req_id)
         if state is None or self._root is None:
             return LookupResult.MISS
-        if state.misses.get(key, Reason.ABSENT) is not Reason.ABSENT:
+        if not state.group:
+            state.group = _group_of(key)
+        if not state.may_ask(key):
             return LookupResult.MISS
         # PENDING is no hit: while a chunk is being written, the primary has it.
         if self._store.lookup([make_key(self._root, key)])[0] is not Lookup.HIT:
-            state.miss(key, Reason.ABSENT)
+            state.miss(key, Reason.BREAKER if self._store.degraded else Reason.ABSENT)
             return LookupResult.MISS
-        state.misses.pop(key, None)
-        if key not in state.served:
-            state.unread.add(key)
+        if not self._worth(state, key, req_context):
+            state.miss(key, Reason.NOT_WORTH)
+            return LookupResult.MISS
+        state.hit(key)
         return LookupResult.HIT
+
+    def _worth(self, state: _Books, key: OffloadKey, req_context: Any) -> bool:
+        """Whether reading a chunk that is there ends sooner than computing it.
+
+        Decided once a request, with the first chunk that is a hit: for the prefix that begins
+        with it, of its KV group. What vLLM asks of other groups follows from that.
+        """
+        positions: dict[OffloadKey, int] = req_context._offload_key_positions
+        begin = positions.get(key)
+        if begin is None or self._root is None:
+            return True
+        if state.worth_tokens is None:
+            prefix = sorted(
+                (end, other)
+                for other, end in positions.items()
+                if end >= begin and _group_of(other) == state.group
+            )
+            ahead = self._store.look_ahead(
+                [make_key(self._root, other) for _, other in prefix],
+                chunk_bytes=self._row_bytes * self._num_groups,
+                chunk_tokens=self._chunk_tokens,
+                prefill_tokens_per_s=self._timer.rate.tokens_per_s,
+                floor_tokens=self._settings.min_read_tokens,
+            )
+            # Everything that is there, if it is all worth it: more may turn up.
+            whole = ahead.num_worth >= ahead.num_hits
+            end = prefix[ahead.num_worth - 1][0] if ahead.num_worth else 0
+            state.worth_tokens = math.inf if whole else end
+        return _group_of(key) != state.group or begin <= state.worth_tokens
 
     @_guarded("on_request_finished", None)
     def on_request_finished(self, req_context: Any) -> None:
@@ -236,17 +281,30 @@ class StepwellTier(SecondaryTierManager):
         state = self._requests.pop(req_context.req_id, None)
         if state is None or self._root is None:
             return
-        for labels, amount in state.counts().items():
-            if amount:
-                self._store.context.metrics.add("lookups", labels, amount)
-        for lease in state.leases:
-            lease.release()
+        positions: dict[OffloadKey, int] = req_context._offload_key_positions
+        # Each token is counted once, by the group that decides how much is reused.
+        tokens = {key: self._chunk_tokens for key in positions if _group_of(key) == state.group}
+        state.count(self._store.context.metrics, tokens)
+        state.give_back_leases()
         # All of the prompt, not only what we were asked for: what the device or the primary
         # had is in use as well, and its beginning must not leave before its end.
-        positions: dict[OffloadKey, int] = req_context._offload_key_positions
         if positions:
             prefix = sorted(positions, key=positions.__getitem__)
             self._store.touch([make_key(self._root, key) for key in prefix])
+
+    @_guarded("gives_up", False)
+    def gives_up(self, req_id: str) -> bool:
+        """Whether a request should not wait any longer for what is being read for it."""
+        overdue = self._store.overdue()
+        if not overdue:
+            return False
+        state = self._requests.get(req_id)
+        late = [self._jobs[job_id] for job_id in overdue if job_id in self._jobs]
+        late = [job for job in late if job.request is state and job.is_load]
+        for job in late:
+            for key in job.keys:
+                job.request.miss(key, Reason.DEADLINE)
+        return bool(late)
 
     # Jobs.
 
@@ -305,30 +363,27 @@ class StepwellTier(SecondaryTierManager):
             f"vllm:stepwell_{d.name}": OffloadingCounterMetadata(d.documentation, d.labels)
             for d in DEFINITIONS
         }
-        definitions["vllm:stepwell_used_bytes"] = OffloadingGaugeMetadata(
-            "Bytes that a tier takes.", ("tier",)
-        )
+        definitions |= {
+            f"vllm:stepwell_{d.name}": OffloadingGaugeMetadata(d.documentation, d.labels)
+            for d in GAUGES
+        }
         return definitions
 
     @_guarded("get_stats", None)
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What was counted since the last call."""
         now = self._store.context.metrics.snapshot()
-        used = {
-            tier.name: int(used_bytes)
-            for tier in self._store.tiers
-            if (used_bytes := getattr(tier, "used_bytes", None)) is not None
-        }
-        if now == self._told and used == self._told_used:
+        gauges = self._store.gauges()
+        if now == self._told and gauges == self._told_gauges:
             return None
         stats = OffloadingConnectorStats()
         for (name, labels), value in now.items():
             added = value - self._told.get((name, labels), 0)
             if added:
                 stats.increase_counter(f"vllm:stepwell_{name}", added, labels)
-        for tier_name, used_bytes in used.items():
-            stats.set_gauge("vllm:stepwell_used_bytes", used_bytes, (tier_name,))
-        self._told, self._told_used = now, used
+        for (name, tier_name), gauge in gauges.items():
+            stats.set_gauge(f"vllm:stepwell_{name}", gauge, (tier_name,))
+        self._told, self._told_gauges = now, gauges
         return stats
 
     def on_internal_error(self, where: str) -> None:
@@ -338,7 +393,8 @@ class StepwellTier(SecondaryTierManager):
 
     # Within.
 
-    def _describe(self, offloading_spec: Any) -> Identity:
+    @staticmethod
+    def _engine() -> _Engine:
         engine = _engine.get()
         if engine is None:
             raise ConfigError(
@@ -347,6 +403,9 @@ class StepwellTier(SecondaryTierManager):
                 f'"kv_connector_module_path": "{MODULE}", or let "stepwell vllm-args" print it: '
                 f"kv_connector=OffloadingConnector"
             )
+        return engine
+
+    def _describe(self, engine: _Engine, offloading_spec: Any) -> Identity:
         return describe_engine(
             engine.vllm_config,
             engine.kv_cache_config,
@@ -358,7 +417,7 @@ class StepwellTier(SecondaryTierManager):
     def _submit(self, job: TransferJob, direction: Direction) -> None:
         # Whatever happens, vLLM hears of the job again, or its rows stay pinned for ever; and a
         # chunk that could not be read is not offered again, or the request circles for ever.
-        state = self._requests.get(job.req_context.req_id) or _RequestState()
+        state = self._requests.get(job.req_context.req_id) or _Books()
         try:
             store_job_id = self._begin(job, direction, state)
         except Exception:  # counted as internal_errors
@@ -368,9 +427,11 @@ class StepwellTier(SecondaryTierManager):
                     state.miss(key, Reason.INTERNAL)
             self._ready.append(VllmJobResult(job.job_id, success=False))
         else:
-            self._jobs[store_job_id] = _JobInfo(job.job_id, list(job.keys), state)
+            self._jobs[store_job_id] = _JobInfo(
+                job.job_id, list(job.keys), state, direction is Direction.READ
+            )
 
-    def _begin(self, job: TransferJob, direction: Direction, state: _RequestState) -> int:
+    def _begin(self, job: TransferJob, direction: Direction, state: _Books) -> int:
         if self._root is None:
             raise StepwellError("no request was announced")
         keys = [make_key(self._root, key) for key in job.keys]
@@ -414,11 +475,15 @@ class StepwellTier(SecondaryTierManager):
 
     def _note_read(self, info: _JobInfo, result: JobResult) -> None:
         state = info.request
-        for key, chunk_result in zip(info.keys, result.results, strict=True):
+        for key, chunk_result, tier in zip(info.keys, result.results, result.tiers, strict=True):
             if chunk_result.outcome is Outcome.DONE:
-                state.unread.discard(key)
-                state.served.add(key)
+                state.serve(key, tier)
             else:
                 # ABSENT here means that the chunk left between lookup and read.
                 absent = chunk_result.reason is Reason.ABSENT
                 state.miss(key, Reason.VANISHED if absent else chunk_result.reason)
+
+
+def _group_of(key: OffloadKey) -> bytes:
+    """The part of vLLM's key that names the KV group: its last four bytes."""
+    return key[-4:]

@@ -1,11 +1,21 @@
 """What identities, reasons and times are called in front of people."""
 
+import time
 from collections.abc import Mapping
 
 from stepwell.core.identity import Identity, JsonValue
 from stepwell.settings import format_bytes
 
-__all__ = ["age", "describe", "difference_words", "differences", "plural", "reason_words"]
+__all__ = [
+    "age",
+    "day",
+    "describe",
+    "difference_words",
+    "differences",
+    "plural",
+    "reason_words",
+    "years",
+]
 
 _NAMES = {
     "engine": "engine",
@@ -60,14 +70,15 @@ _FOLLOWS = {
 _REASONS = {
     "checksum": "the payload is not what was written",
     "header": "the header is damaged, or no record's",
-    "identity": "a record of another chunk, or under a wrong name",
-    "truncated": "cut short",
+    "identity": "a record of another chunk than the journal says",
+    "truncated": "the extent is cut short",
     "layout": "another length than it should have",
-    "not_a_file": "something else than a file in a record's place",
+    "not_a_file": "something else than a file in an extent's place",
     "io_error": "the drive could not read it",
     "padding": "the bytes after the payload are not zero",
-    "stray": "no record, yet it lies among them",
-    "description": "root.json is damaged",
+    "stray": "not the store's, yet it lies among its files",
+    "description": "the description of a root is damaged",
+    "journal": "the journal is damaged",
     "unreadable": "not readable by this user",
 }
 
@@ -86,6 +97,21 @@ def age(seconds: float) -> str:
     if seconds < 36 * 3600:
         return f"{seconds / 3600:.0f} h"
     return f"{seconds / 86400:.0f} days"
+
+
+def day(time_s: float) -> str:
+    """A day for people, in UTC: "2026-01-31"; "unknown" for one that no calendar has."""
+    try:
+        return time.strftime("%Y-%m-%d", time.gmtime(time_s))
+    except (OverflowError, ValueError, OSError):
+        return "unknown"
+
+
+def years(number: float) -> str:
+    """A length of life for people: "5 months", "2.5 years", "more than 100 years"."""
+    if number < 2:
+        return plural(max(1, round(number * 12)), "month")
+    return f"{number:.1f} years" if number <= 100 else "more than 100 years"
 
 
 def reason_words(reason: str) -> str:

@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -36,13 +36,23 @@ class TierContract:
     - `make_tier`, which may use ``self.place``, an empty directory of this test;
     - `used_bytes`, `size_of`: what the tier takes at present, and would take for a payload;
     - `stalled`: a context manager within which the medium stands still;
-    - ``persistent``: whether a tier made again at the same place finds what was written.
+    - ``persistent``: whether a tier made again at the same place finds what was written;
+    - ``granularity``: in how many equal parts it keeps room and order, see there;
+    - `counted_as`, where it counts under other names than its own.
 
     Time is ``self.clock``, a `stepwell.clock.ManualClock`.
     """
 
     persistent = False
     """Whether chunks survive `close`; the tier then finds them again, in about their order."""
+
+    granularity = 1
+    """In how many equal parts the tier keeps its room, its order of use and its limits.
+
+    A tier made of n others, each with an n-th of the capacity, fills and evicts in each of them by
+    itself. New chunks have to be dealt out to the parts in turns; then whatever holds for a chunk
+    of a tier in one part holds for n chunks that were written together. The suite asks for
+    capacities that are multiples of it, and counts in groups of so many chunks."""
 
     place: Path
     clock: ManualClock
@@ -66,6 +76,10 @@ class TierContract:
         """Within it, reads and writes begin but do not end; those that began end after it."""
         raise NotImplementedError
 
+    def counted_as(self, tier: Tier) -> Sequence[str]:
+        """The names under which the tier counts what it does; together they tell all of it."""
+        return [tier.name]
+
     @pytest.fixture(autouse=True)
     def _set_up(self, tmp_path: Path) -> Iterator[None]:
         self.place = tmp_path
@@ -79,7 +93,11 @@ class TierContract:
     def open(
         self, num_chunks: int = 64, payload_bytes: int = SIZE, inflight_writes_bytes: int = 1 << 30
     ) -> Driver:
-        """A driver of a tier that has room for ``num_chunks`` and not one more."""
+        """A driver of a tier that has room for ``num_chunks`` and not one more.
+
+        Rounded up to a multiple of ``granularity``, where that is not 1.
+        """
+        num_chunks = -(-num_chunks // self.granularity) * self.granularity
         tier = self.make_tier(
             self.context,
             num_chunks * self.size_of(payload_bytes),
@@ -92,6 +110,16 @@ class TierContract:
         """Close a tier and make it again."""
         driver.tier.close()
         return self.open(num_chunks)
+
+    def groups_of(self, keys: Sequence[Key]) -> list[Sequence[Key]]:
+        """Keys in groups of ``granularity``."""
+        each = self.granularity
+        return [keys[begin : begin + each] for begin in range(0, len(keys), each)]
+
+    def value(self, driver: Driver, counter: str, **labels: str) -> int:
+        """What the tier has counted."""
+        names = self.counted_as(driver.tier)
+        return sum(self.context.metrics.value(counter, tier=name, **labels) for name in names)
 
     # Writing and reading.
 
@@ -275,23 +303,24 @@ class TierContract:
         self, direction: Direction, given_up: ChunkResult
     ) -> None:
         """Chunks that began in time are DONE, the others are given up and may be tried again."""
-        driver = self.open(512)
-        keys = keys_of(300)
+        driver = self.open(512 * self.granularity)
+        keys = keys_of(300 * self.granularity)
         if direction is Direction.READ:
             driver.write(keys)
         payloads = {key: payload_of(key, SIZE) for key in keys}
         with self.stalled():
-            job_id = driver.submit(direction, driver.write_chunks(payloads), 5.0)
+            jobs = [driver.submit(direction, [c], 5.0) for c in driver.write_chunks(payloads)]
             driver.collect()
             self.clock.advance(5.5)
-        result = driver.wait(job_id)
-        assert result.results[-1] == given_up
-        assert set(result.results) <= {DONE, given_up}
-        assert result.moved_bytes == SIZE * result.results.count(DONE)
-        assert result.elapsed_s == 5.5
+        ended = [driver.wait(job_id) for job_id in jobs]
+        results = [each.results[0] for each in ended]
+        assert results[-1] == given_up
+        assert set(results) <= {DONE, given_up}
+        assert [each.moved_bytes for each in ended] == [SIZE * (r == DONE) for r in results]
+        assert {each.elapsed_s for each in ended} == {5.5}
         if direction is Direction.WRITE:
-            assert driver.present(keys) == [r == DONE for r in result.results]
-            assert self.used_bytes(driver.tier) == self.size_of(SIZE) * result.results.count(DONE)
+            assert driver.present(keys) == [r == DONE for r in results]
+            assert self.used_bytes(driver.tier) == self.size_of(SIZE) * results.count(DONE)
             driver.write(keys)
         assert driver.read(keys)[0].done
 
@@ -303,26 +332,29 @@ class TierContract:
 
     def test_writes_beyond_the_limit_in_flight_are_refused(self) -> None:
         """The end of a job is refused, its beginning goes on; then there is room again."""
-        driver = self.open(64, inflight_writes_bytes=4 * SIZE)
-        keys = keys_of(8)
+        n = self.granularity
+        driver = self.open(64 * n, inflight_writes_bytes=4 * n * SIZE)
+        keys = keys_of(8 * n)
         refused = ChunkResult(Outcome.FULL, Reason.QUEUE_FULL)
         jobs = {}
         with self.stalled():
             for begin, end in ((0, 3), (3, 5), (5, 6), (6, 8)):
-                data = {key: payload_of(key, SIZE) for key in keys[begin:end]}
+                data = {key: payload_of(key, SIZE) for key in keys[begin * n : end * n]}
                 jobs[begin] = driver.submit(Direction.WRITE, driver.write_chunks(data))
-            assert driver.wait(jobs[5]).results == (refused,)
-            assert driver.wait(jobs[6]).results == (refused, refused)
-        assert driver.wait(jobs[0]).results == (DONE,) * 3
-        assert driver.wait(jobs[3]).results == (DONE, refused)
-        assert driver.write(keys[4:6]) == (DONE, DONE)
-        assert driver.write(keys[5:8]) == (EXISTS, DONE, DONE)
+            assert driver.wait(jobs[5]).results == (refused,) * n
+            assert driver.wait(jobs[6]).results == (refused,) * 2 * n
+        assert driver.wait(jobs[0]).results == (DONE,) * 3 * n
+        assert driver.wait(jobs[3]).results == (DONE,) * n + (refused,) * n
+        assert driver.write(keys[4 * n : 6 * n]) == (DONE,) * 2 * n
+        assert driver.write(keys[5 * n :]) == (EXISTS,) * n + (DONE,) * 2 * n
 
     def test_a_write_larger_than_the_limit_in_flight_keeps_its_beginning(self) -> None:
-        driver = self.open(64, inflight_writes_bytes=4 * SIZE)
+        n = self.granularity
+        driver = self.open(64 * n, inflight_writes_bytes=4 * n * SIZE)
         refused = ChunkResult(Outcome.FULL, Reason.QUEUE_FULL)
-        assert driver.write(keys_of(9)) == (DONE,) * 4 + (refused,) * 5
-        assert driver.present(keys_of(9)) == [True] * 4 + [False] * 5
+        keys = keys_of(9 * n)
+        assert driver.write(keys) == (DONE,) * 4 * n + (refused,) * 5 * n
+        assert driver.present(keys) == [True] * 4 * n + [False] * 5 * n
 
     def test_a_chunk_deleted_while_it_is_written_stays_deleted(self) -> None:
         """The write went on and brought the chunk back."""
@@ -345,30 +377,33 @@ class TierContract:
 
     def test_close_reports_everything_that_was_submitted(self) -> None:
         """What has begun ends, what has not is given up as CLOSED; nothing is lost or doubled."""
+        given_up = ChunkResult(Outcome.FULL, Reason.CLOSED)
         driver = self.open(512)
         stored = keys_of(50, "stored")
         driver.write(stored)
-        keys = keys_of(200)
         with self.stalled():
-            write = driver.submit(
-                Direction.WRITE, driver.write_chunks({k: payload_of(k, SIZE) for k in keys})
-            )
-            read = driver.submit(Direction.READ, [Chunk(k, buffer_of(SIZE)) for k in stored * 4])
+            writes = [
+                driver.submit(Direction.WRITE, driver.write_chunks({k: payload_of(k, SIZE)}))
+                for k in keys_of(100)
+            ]
+            reads = [driver.submit(Direction.READ, [Chunk(k, buffer_of(SIZE))]) for k in stored]
             touch = driver.submit(Direction.TOUCH, [Chunk(k, memoryview(b"")) for k in stored])
             closing = threading.Thread(target=driver.tier.close)
             closing.start()
             late = self._touch_until_closed(driver)
+            # What has not begun does not wait for what has.
+            last = driver.wait(writes.pop()).results + driver.wait(reads.pop()).results
+            assert last == (given_up, ChunkResult(Outcome.MISS, Reason.CLOSED))
         closing.join(30)
         assert not closing.is_alive()
-        written, found, touched = (driver.wait(job_id) for job_id in (write, read, touch))
-        assert written.results[-1] == ChunkResult(Outcome.FULL, Reason.CLOSED)
-        assert found.results[-1] == ChunkResult(Outcome.MISS, Reason.CLOSED)
-        assert {r.reason for r in written.results} <= {Reason.NONE, Reason.CLOSED}
-        assert {r.reason for r in found.results} <= {Reason.NONE, Reason.CLOSED}
-        assert len(touched.results) == 50
+        written = [driver.wait(job_id).results[0] for job_id in writes] + [given_up]
+        found = [driver.wait(job_id).results[0] for job_id in reads]
+        assert {r.reason for r in written} <= {Reason.NONE, Reason.CLOSED}
+        assert {r.reason for r in found} <= {Reason.NONE, Reason.CLOSED}
+        assert len(driver.wait(touch).results) == 50
         assert all(len(driver.wait(job_id).results) == 1 for job_id in late)
         counted = self.context.metrics.value("write_chunks", reason=Reason.CLOSED)
-        assert counted == written.results.count(ChunkResult(Outcome.FULL, Reason.CLOSED))
+        assert counted == written.count(given_up)
 
     @staticmethod
     def _touch_until_closed(driver: Driver) -> list[int]:
@@ -394,34 +429,35 @@ class TierContract:
 
     def test_metrics_count_every_chunk_by_outcome_and_reason(self) -> None:
         """What the metrics say adds up to what was asked, chunk by chunk and byte by byte."""
-        driver = self.open(4)
-        metrics, name = self.context.metrics, driver.tier.name
-        keys = keys_of(6)
-        driver.write(keys[:4])
+        n = self.granularity
+        driver = self.open(4 * n)
+        keys = keys_of(6 * n)
+        driver.write(keys[: 4 * n])
         driver.write(keys[:1])
-        driver.read(keys[:5])
-        assert metrics.value("write_chunks", tier=name) == 5
-        assert metrics.value("write_chunks", tier=name, outcome="done", reason="") == 4
-        assert metrics.value("write_chunks", tier=name, outcome="done", reason="exists") == 1
-        assert metrics.value("write_bytes", tier=name) == 4 * SIZE
-        assert metrics.value("read_chunks", tier=name) == 5
-        assert metrics.value("read_chunks", tier=name, outcome="done") == 4
-        assert metrics.value("read_chunks", tier=name, outcome="miss", reason="absent") == 1
-        assert metrics.value("read_bytes", tier=name) == 4 * SIZE
-        driver.write(keys[4:])
-        assert metrics.value("evicted_chunks", tier=name) == 2
+        driver.read(keys[: 4 * n + 1])
+        assert self.value(driver, "write_chunks") == 4 * n + 1
+        assert self.value(driver, "write_chunks", outcome="done", reason="") == 4 * n
+        assert self.value(driver, "write_chunks", outcome="done", reason="exists") == 1
+        assert self.value(driver, "write_bytes") == 4 * n * SIZE
+        assert self.value(driver, "read_chunks") == 4 * n + 1
+        assert self.value(driver, "read_chunks", outcome="done") == 4 * n
+        assert self.value(driver, "read_chunks", outcome="miss", reason="absent") == 1
+        assert self.value(driver, "read_bytes") == 4 * n * SIZE
+        driver.write(keys[4 * n :])
+        assert self.value(driver, "evicted_chunks") == 2 * n
 
     # Room.
 
     def test_a_deleted_chunk_is_a_miss_at_once_and_its_space_comes_back(self) -> None:
-        driver = self.open(4)
-        keys = keys_of(4)
+        n = self.granularity
+        driver = self.open(4 * n)
+        keys, new = keys_of(4 * n), keys_of(2 * n, "new")
         driver.write(keys)
-        assert driver.tier.delete([*keys[:2], key_of("unknown")]) == 2
-        assert driver.present(keys) == [False, False, True, True]
-        assert driver.tier.delete(keys[:2]) == 0
-        self._write_into_room(driver, keys_of(2, "new"))
-        assert driver.present([*keys, *keys_of(2, "new")]) == [False, False, True, True, True, True]
+        assert driver.tier.delete([*keys[: 2 * n], key_of("unknown")]) == 2 * n
+        assert driver.present(keys) == [False] * 2 * n + [True] * 2 * n
+        assert driver.tier.delete(keys[: 2 * n]) == 0
+        self._write_into_room(driver, new)
+        assert driver.present([*keys, *new]) == [False] * 2 * n + [True] * 4 * n
         assert driver.read(keys[:1])[0].results == (ABSENT,)
         assert self.context.metrics.value("evicted_chunks") == 0
         assert driver.tier.delete(keys_of(1, "new")) == 1
@@ -430,7 +466,8 @@ class TierContract:
 
     def _write_into_room(self, driver: Driver, keys: list[Key]) -> None:
         # A deleted chunk's space follows a little later. Leases keep it from being made.
-        with self.context.leases.acquire([*keys_of(4), *keys_of(2, "new")], 60.0):
+        n = self.granularity
+        with self.context.leases.acquire([*keys_of(4 * n), *keys_of(2 * n, "new")], 60.0):
             for key in keys:
                 for _ in range(10_000):
                     (result,) = driver.write([key])
@@ -439,14 +476,15 @@ class TierContract:
                 assert result == DONE
 
     def test_a_tier_is_filled_to_its_last_byte_and_not_beyond(self) -> None:
-        driver = self.open(5)
-        keys = keys_of(6)
-        driver.write(keys[:5])
-        assert driver.present(keys) == [True] * 5 + [False]
-        assert self.used_bytes(driver.tier) == 5 * self.size_of(SIZE)
-        driver.write(keys[5:])
-        assert sum(driver.present(keys)) == 5
-        assert self.used_bytes(driver.tier) == 5 * self.size_of(SIZE)
+        n = self.granularity
+        driver = self.open(5 * n)
+        keys = keys_of(6 * n)
+        driver.write(keys[: 5 * n])
+        assert driver.present(keys) == [True] * 5 * n + [False] * n
+        assert self.used_bytes(driver.tier) == 5 * n * self.size_of(SIZE)
+        driver.write(keys[5 * n :])
+        assert sum(driver.present(keys)) == 5 * n
+        assert self.used_bytes(driver.tier) == 5 * n * self.size_of(SIZE)
 
     def test_capacity_is_kept_at_every_moment(self) -> None:
         """Seeded random writes, reads and deletes, watched from another thread."""
@@ -488,28 +526,32 @@ class TierContract:
         driver = self.open(4)
         keys = keys_of(2)
         driver.write(keys)
-        assert driver.write([key_of("giant")], 16 * self.size_of(SIZE)) == (NO_ROOM,)
+        giant_bytes = 16 * self.granularity * self.size_of(SIZE)
+        assert driver.write([key_of("giant")], giant_bytes) == (NO_ROOM,)
         assert driver.present([*keys, key_of("giant")]) == [True, True, False]
 
     def test_the_least_recently_used_leaves_first(self) -> None:
-        driver = self.open(4)
-        keys = keys_of(4)
-        for key in keys:
-            driver.write([key])
-        driver.read([keys[0]])
-        driver.touch([keys[1]])
-        driver.write([key_of("x")])
-        assert driver.present(keys) == [True, True, False, True]
-        driver.write([key_of("y")])
-        assert driver.present(keys) == [True, True, False, False]
-        driver.write([key_of("z")])
-        assert driver.present(keys) == [False, True, False, False]
+        n = self.granularity
+        driver = self.open(4 * n)
+        keys, new = keys_of(4 * n), self.groups_of(keys_of(3 * n, "new"))
+        groups = self.groups_of(keys)
+        for group in groups:
+            driver.write(group)
+        driver.read(groups[0])
+        driver.touch(groups[1])
+        driver.write(new[0])
+        assert driver.present(keys) == [True] * 2 * n + [False] * n + [True] * n
+        driver.write(new[1])
+        assert driver.present(keys) == [True] * 2 * n + [False] * 2 * n
+        driver.write(new[2])
+        assert driver.present(keys) == [False] * n + [True] * n + [False] * 2 * n
 
     @pytest.mark.parametrize("use", ["write", "read", "touch"])
     def test_a_prefix_is_shortened_from_its_end(self, use: str) -> None:
         """A chunk is worth nothing without those before it, so of a job the last leaves first."""
-        driver = self.open(8)
-        old, new = keys_of(4, "old"), keys_of(4, "new")
+        n = self.granularity
+        driver = self.open(8 * n)
+        old, new = keys_of(4 * n, "old"), keys_of(4 * n, "new")
         driver.write(old)
         driver.write(new)
         if use != "write":
@@ -519,12 +561,24 @@ class TierContract:
                 driver.touch([key])
             for prefix in (old, new):
                 driver.read(prefix) if use == "read" else driver.touch(prefix)
-        driver.write(keys_of(2, "x"))
-        assert driver.present(old) == [True, True, False, False]
-        assert driver.present(new) == [True] * 4
-        driver.write(keys_of(3, "y"))
-        assert driver.present(old) == [False] * 4
-        assert driver.present(new) == [True, True, True, False]
+        driver.write(keys_of(2 * n, "x"))
+        assert driver.present(old) == [True] * 2 * n + [False] * 2 * n
+        assert driver.present(new) == [True] * 4 * n
+        driver.write(keys_of(3 * n, "y"))
+        assert driver.present(old) == [False] * 4 * n
+        assert driver.present(new) == [True] * 3 * n + [False] * n
+
+    def test_a_prefix_of_which_a_part_was_there_is_shortened_from_its_end(self) -> None:
+        """What is new of a prefix and what is not are one prefix."""
+        n = self.granularity
+        driver = self.open(3 * n)
+        begin, end = keys_of(n, "begin"), keys_of(n, "end")
+        driver.write(end)
+        assert driver.write([*begin, *end]) == (DONE,) * n + (EXISTS,) * n
+        driver.write(keys_of(n, "x"))
+        driver.write(keys_of(n, "y"))
+        assert driver.present(begin) == [True] * n
+        assert driver.present(end) == [False] * n
 
     def test_a_touch_says_what_is_there(self) -> None:
         driver = self.open()
@@ -534,29 +588,32 @@ class TierContract:
         assert driver.present(keys) == [False, True, False]
 
     def test_a_leased_chunk_is_not_evicted(self) -> None:
-        driver = self.open(4)
-        keys = keys_of(4)
+        n = self.granularity
+        driver = self.open(4 * n)
+        keys = keys_of(4 * n)
         driver.write(keys)
-        with self.context.leases.acquire(keys[2:], 60.0):
-            assert driver.write(keys_of(2, "x")) == (DONE, DONE)
-            assert driver.present(keys) == [False, False, True, True]
-        driver.write(keys_of(2, "y"))
-        assert sum(driver.present(keys)) < 2, "a lease that was given back holds nothing"
+        with self.context.leases.acquire(keys[2 * n :], 60.0):
+            assert driver.write(keys_of(2 * n, "x")) == (DONE,) * 2 * n
+            assert driver.present(keys) == [False] * 2 * n + [True] * 2 * n
+        driver.write(keys_of(2 * n, "y"))
+        assert sum(driver.present(keys)) < 2 * n, "a lease that was given back holds nothing"
 
     def test_a_lease_runs_out_by_itself(self) -> None:
-        driver = self.open(2)
-        keys = keys_of(2)
+        n = self.granularity
+        driver = self.open(2 * n)
+        keys = keys_of(2 * n)
         driver.write(keys)
         self.context.leases.acquire(keys, 60.0)
         self.clock.advance(59.0)
-        assert driver.write([key_of("x")]) == (NO_ROOM,)
+        assert driver.write(keys_of(n, "x")) == (NO_ROOM,) * n
         self.clock.advance(1.0)
-        assert driver.write([key_of("x")]) == (DONE,)
+        assert driver.write(keys_of(n, "x")) == (DONE,) * n
 
     def test_a_tier_full_of_leased_chunks_refuses(self) -> None:
         """It refuses that write and no other; what is there can be read."""
-        driver = self.open(3)
-        keys = keys_of(3)
+        n = self.granularity
+        driver = self.open(3 * n)
+        keys = keys_of(3 * n)
         driver.write(keys)
         with self.context.leases.acquire(keys, 60.0):
             assert driver.write([key_of("x"), keys[1]]) == (NO_ROOM, EXISTS)
@@ -582,30 +639,32 @@ class TierContract:
 
     def test_the_order_of_use_when_a_tier_is_made_again(self) -> None:
         """A persistent tier shortens the prefix that was not used for longest, from its end."""
-        driver = self.open(9)
-        first, second, third = (keys_of(3, prefix) for prefix in "abc")
+        n = self.granularity
+        driver = self.open(9 * n)
+        first, second, third = (keys_of(3 * n, prefix) for prefix in "abc")
         for prefix in (first, second, third):
             driver.write(prefix)
             self.clock.advance(120.0)
         driver.read(first)
-        driver = self.reopen(driver, 9)
-        driver.write(keys_of(4, "new"))
+        driver = self.reopen(driver, 9 * n)
+        driver.write(keys_of(4 * n, "new"))
         kept = [driver.present(prefix) for prefix in (first, second, third)]
         if self.persistent:
-            assert kept == [[True] * 3, [False] * 3, [True, True, False]]
+            assert kept == [[True] * 3 * n, [False] * 3 * n, [True] * 2 * n + [False] * n]
         else:
-            assert kept == [[False] * 3] * 3
+            assert kept == [[False] * 3 * n] * 3
 
     def test_a_smaller_capacity_when_a_tier_is_made_again(self) -> None:
         """The new bound holds from the start."""
-        driver = self.open(12)
-        keys = keys_of(12)
+        n = self.granularity
+        driver = self.open(12 * n)
+        keys = keys_of(12 * n)
         driver.write(keys)
-        driver = self.reopen(driver, 5)
-        assert driver.present(keys) == [self.persistent] * 5 + [False] * 7
-        assert self.used_bytes(driver.tier) <= 5 * self.size_of(SIZE)
-        driver.write(keys_of(2, "new"))
-        assert self.used_bytes(driver.tier) <= 5 * self.size_of(SIZE)
+        driver = self.reopen(driver, 5 * n)
+        assert driver.present(keys) == [self.persistent] * 5 * n + [False] * 7 * n
+        assert self.used_bytes(driver.tier) <= 5 * n * self.size_of(SIZE)
+        driver.write(keys_of(2 * n, "new"))
+        assert self.used_bytes(driver.tier) <= 5 * n * self.size_of(SIZE)
 
     def test_two_tiers_at_two_places_do_not_meet(self) -> None:
         here = self.open()

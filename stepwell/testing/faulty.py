@@ -41,6 +41,11 @@ class FaultyTier:
         self._jobs: dict[int, tuple[Job, list[ChunkResult | None]]] = {}
         self._ended: list[JobResult] = []
 
+    @property
+    def under_way(self) -> list[tuple[int, float]]:
+        """What the inner tier says of it; nothing if it does not."""
+        return list(getattr(self.tier, "under_way", ()))
+
     def contains(self, keys: Sequence[Key]) -> list[Lookup]:
         """See `stepwell.tiers.base.Tier.contains`."""
         return self.tier.contains(keys)
@@ -49,7 +54,7 @@ class FaultyTier:
         """See `stepwell.tiers.base.Tier.submit`."""
         faults = [self._fault(job.direction, chunk) for chunk in job.chunks]
         left = [chunk for chunk, fault in zip(job.chunks, faults, strict=True) if fault is None]
-        if left:
+        if left or not job.chunks:
             self.tier.submit(Job(job.job_id, job.direction, left, job.deadline_s))
             self._jobs[job.job_id] = (job, faults)
         else:
@@ -89,4 +94,5 @@ class FaultyTier:
         return JobResult(
             job.job_id, job.direction, tuple(r for r, _ in pairs), result.moved_bytes,
             result.elapsed_s, tuple(self.name if name else "" for _, name in pairs),
+            result.slowest_s,
         )  # fmt: skip

@@ -30,6 +30,10 @@ class TierContext:
 class Tier(Protocol):
     """A place where chunks are kept. `stepwell.testing.TierContract` is the full contract.
 
+    A tier may have more to tell, and is asked for it by name: ``used_bytes``; ``capacity_bytes``;
+    ``under_way``, the operations that are running now as (job id or -1, monotonic seconds of its
+    begin), which lets a breaker see a medium that stands still.
+
     Threading: one thread calls; a tier's own threads do the work. No method but `close` waits
         for I/O, hashes a payload or touches a directory.
     Ownership: from `submit` until `poll` reports the job, its buffers belong to the tier. After

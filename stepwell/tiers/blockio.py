@@ -1,17 +1,27 @@
-"""Reading and writing one record: aligned, past the page cache where the file system lets us."""
+"""Reading and writing runs of neighbouring records, past the page cache where possible."""
 
 import errno
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
 from stepwell.core.record import HEADER_BYTES, PAGE_BYTES, pad_to_page
-from stepwell.core.types import Reason
-from stepwell.errors import DataError
 
-__all__ = ["probe_direct", "read_record", "write_record"]
+__all__ = [
+    "MAX_RUN",
+    "probe_direct",
+    "read_page",
+    "read_pages",
+    "read_run",
+    "write_page",
+    "write_run",
+]
+
+MAX_RUN = 256
+"""Records that one call may move: two buffers each, and the system takes 1024 (IOV_MAX)."""
 
 _local = threading.local()
 
@@ -47,101 +57,127 @@ def probe_direct(directory: str) -> bool:
     return False
 
 
-def read_record(path: str, payload: memoryview, *, direct: bool) -> memoryview:
-    """Read a record's payload into ``payload`` and return its header page.
+def read_run(fd: int, offset: int, payloads: Sequence[memoryview]) -> list[memoryview | None]:
+    """Read neighbouring records, of equal size on storage, in as few calls as possible.
 
     Args:
-        path: of the record.
-        payload: writable, as long as the payload should be. Its content is undefined unless the
-            record is verified afterwards.
-        direct: open with O_DIRECT.
+        fd: of the file; with O_DIRECT or without.
+        offset: of the first record; a multiple of 4096.
+        payloads: one writable buffer per record, at most `MAX_RUN`, padded to the same multiple
+            of 4096. Their content is undefined unless the records are verified afterwards.
 
     Returns:
-        4096 bytes that are valid until this thread's next call. Not verified.
-
-    Raises:
-        DataError: TRUNCATED.
-        OSError: from the system.
-    """
-    padded_bytes = pad_to_page(len(payload))
-    straight = len(payload) == padded_bytes and _is_aligned(payload)
-    page = _scratch(HEADER_BYTES + (0 if straight else padded_bytes))
-    body = payload if straight else page[HEADER_BYTES:]
-    # O_NOFOLLOW and O_NONBLOCK: a link or a pipe in a record's place must neither be followed
-    # nor waited for.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    fd = os.open(path, flags | (os.O_DIRECT if direct else 0))
-    try:
-        read_bytes = os.preadv(fd, [page[:HEADER_BYTES], body], 0)
-        if 0 < read_bytes < HEADER_BYTES + padded_bytes:
-            # A short read of a whole file is rare but allowed: go on until the end of file.
-            read_bytes = _read_rest(fd, page[:HEADER_BYTES], body, read_bytes)
-    finally:
-        os.close(fd)
-    if read_bytes < HEADER_BYTES:
-        raise DataError(f"cut short: bytes={read_bytes}", Reason.TRUNCATED)
-    if read_bytes < HEADER_BYTES + padded_bytes:
-        raise DataError(
-            f"cut short: bytes={read_bytes} expected={HEADER_BYTES + padded_bytes}",
-            Reason.TRUNCATED,
-        )
-    if not straight:
-        np.copyto(np.frombuffer(payload, np.uint8), np.frombuffer(body, np.uint8)[: len(payload)])
-    return page[:HEADER_BYTES]
-
-
-def write_record(path: str, header: bytes, payload: memoryview, *, direct: bool) -> None:
-    """Write a new file that holds one record; on failure no file is left.
+        One header page per record, valid until this thread's next call and not verified; None
+        where the file ends before the record does.
 
     Raises:
         OSError: from the system.
     """
-    padded_bytes = pad_to_page(len(payload))
-    straight = len(payload) == padded_bytes and _is_aligned(payload)
-    page = _scratch(HEADER_BYTES + (0 if straight else padded_bytes))
-    page[:HEADER_BYTES] = header
-    body = payload
-    if not straight:
-        body = page[HEADER_BYTES:]
-        target = np.frombuffer(body, np.uint8)
-        np.copyto(target[: len(payload)], np.frombuffer(payload, np.uint8))
-        target[len(payload) :] = 0
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o644)
-    try:
-        try:
-            written = os.pwritev(fd, [page[:HEADER_BYTES], body], 0)
-            while written < HEADER_BYTES + padded_bytes:
-                written += _write_rest(fd, page[:HEADER_BYTES], body, written)
-        finally:
-            os.close(fd)
-    except OSError:
-        _unlink_quietly(path)
-        raise
+    padded_bytes = pad_to_page(len(payloads[0]))
+    pieces = _pieces(payloads, padded_bytes)
+    total_bytes = sum(len(piece) for piece in pieces)
+    done_bytes = os.preadv(fd, pieces, offset)
+    while 0 < done_bytes < total_bytes and done_bytes % PAGE_BYTES == 0:
+        # A short read of a whole file is rare but allowed: go on until the end of file.
+        more_bytes = os.preadv(fd, _rest(pieces, done_bytes), offset + done_bytes)
+        if more_bytes == 0:
+            break
+        done_bytes += more_bytes
+    whole = done_bytes // (HEADER_BYTES + padded_bytes)
+    for payload, body in zip(payloads[:whole], pieces[1::2], strict=False):
+        if body is not payload:
+            source = np.frombuffer(body, np.uint8)[: len(payload)]
+            np.copyto(np.frombuffer(payload, np.uint8), source)
+    return [pieces[2 * idx] if idx < whole else None for idx in range(len(payloads))]
 
 
-def _rest(header: memoryview, body: memoryview, offset: int) -> list[memoryview]:
-    if offset < HEADER_BYTES:
-        return [header[offset:], body]
-    return [body[offset - HEADER_BYTES :]]
+def write_run(
+    fd: int, offset: int, headers: Sequence[bytes], payloads: Sequence[memoryview]
+) -> None:
+    """Write neighbouring records, of equal size on storage, in as few calls as possible.
+
+    Args:
+        fd: of the file; with O_DIRECT or without.
+        offset: of the first record; a multiple of 4096.
+        headers: 4096 bytes per record.
+        payloads: one per record, at most `MAX_RUN`, padded to the same multiple of 4096.
+
+    Raises:
+        OSError: from the system; what is there then is undefined.
+    """
+    padded_bytes = pad_to_page(len(payloads[0]))
+    pieces = _pieces(payloads, padded_bytes)
+    for idx, (header, payload) in enumerate(zip(headers, payloads, strict=True)):
+        pieces[2 * idx][:] = header
+        body = pieces[2 * idx + 1]
+        if body is not payload:
+            target = np.frombuffer(body, np.uint8)
+            np.copyto(target[: len(payload)], np.frombuffer(payload, np.uint8))
+            target[len(payload) :] = 0
+    total_bytes = sum(len(piece) for piece in pieces)
+    done_bytes = os.pwritev(fd, pieces, offset)
+    while done_bytes < total_bytes:
+        more_bytes = os.pwritev(fd, _rest(pieces, done_bytes), offset + done_bytes)
+        if more_bytes == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done_bytes += more_bytes
 
 
-def _read_rest(fd: int, header: memoryview, body: memoryview, offset: int) -> int:
-    while offset < HEADER_BYTES + len(body):
-        if offset % PAGE_BYTES:
-            return offset  # not at a page's end: that is the end of the file
-        more = os.preadv(fd, _rest(header, body, offset), offset)
-        if more == 0:
-            return offset
-        offset += more
-    return offset
+def read_page(fd: int, offset: int) -> memoryview:
+    """Read one page; shorter at the file's end. Valid until this thread's next call.
+
+    Raises:
+        OSError: from the system.
+    """
+    return read_pages(fd, offset, PAGE_BYTES)
 
 
-def _write_rest(fd: int, header: memoryview, body: memoryview, offset: int) -> int:
-    written = os.pwritev(fd, _rest(header, body, offset), offset)
-    if written == 0:
+def read_pages(fd: int, offset: int, length: int) -> memoryview:
+    """Read whole pages; fewer at the file's end. Valid until this thread's next call.
+
+    Raises:
+        OSError: from the system.
+    """
+    pages = _scratch(length)
+    return pages[: os.preadv(fd, [pages], offset)]
+
+
+def write_page(fd: int, offset: int, content: bytes) -> None:
+    """Write one page of 4096 bytes.
+
+    Raises:
+        OSError: from the system.
+    """
+    page = _scratch(PAGE_BYTES)
+    page[:] = content
+    if os.pwritev(fd, [page], offset) != PAGE_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return written
+
+
+def _pieces(payloads: Sequence[memoryview], padded_bytes: int) -> list[memoryview]:
+    """Header, body, header, body, ...: a body is the payload itself where that is aligned."""
+    straight = [len(payload) == padded_bytes and _is_aligned(payload) for payload in payloads]
+    header_bytes = len(payloads) * HEADER_BYTES
+    scratch = _scratch(header_bytes + straight.count(False) * padded_bytes)
+    pieces, body_at = [], header_bytes
+    for idx, payload in enumerate(payloads):
+        pieces.append(scratch[idx * HEADER_BYTES : (idx + 1) * HEADER_BYTES])
+        if straight[idx]:
+            pieces.append(payload)
+        else:
+            pieces.append(scratch[body_at : body_at + padded_bytes])
+            body_at += padded_bytes
+    return pieces
+
+
+def _rest(pieces: Sequence[memoryview], done_bytes: int) -> list[memoryview]:
+    """The pieces without their first ``done_bytes`` bytes."""
+    rest = []
+    for piece in pieces:
+        if done_bytes < len(piece):
+            rest.append(piece[done_bytes:])
+        done_bytes = max(done_bytes - len(piece), 0)
+    return rest
 
 
 def _scratch(size_bytes: int) -> memoryview:

@@ -1,66 +1,59 @@
-"""How the disk tier's directory is laid out, opened, scanned and kept to one owner.
+"""How the disk tier's directory is laid out, opened and kept to one owner.
 
 ::
 
-    PATH/stepwell.json                      {"format": 1}: this directory is a Stepwell store
+    PATH/stepwell.json                      {"format": 2}: this directory is a Stepwell store
     PATH/LOCK                               held (flock) by the one process that writes
-    PATH/roots/<root>/root.json             whose data lies here, in words
-    PATH/roots/<root>/<xx>/<key>.kv         one record; xx = the key's first byte
-    PATH/partial/                           records being written; emptied at start-up
-    PATH/quarantine/                        what turned out wrong; the first to go
+    PATH/extents/<id>-<slot bytes>.kv       slots of one size, a record in each
+    PATH/journal                            which slots hold records: a hint, made again if lost
+    PATH/roots/<root>.json                  whose data lies here, in words
+    PATH/partial/                           what is being made; emptied at start-up
 """
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import stat
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from stepwell.core.identity import Identity
-from stepwell.core.keys import (
-    ENGINE_KEY_MAX_BYTES,
-    ROOT_BYTES,
-    Key,
-    Root,
-    engine_key_of,
-    make_key,
-    root_of,
-)
+from stepwell.core.keys import ROOT_BYTES, Root
+from stepwell.core.record import PAGE_BYTES
 from stepwell.errors import ConfigError
-from stepwell.tiers.files import entries, read_small_text, remove_tree, tree_bytes, write_whole
+from stepwell.tiers.files import entries, read_small_text, remove_tree, write_whole
 
-__all__ = ["FORMAT", "RECORD_SUFFIX", "Found", "StoreDirectory"]
+__all__ = ["EXTENT_SUFFIX", "FORMAT", "FoundExtent", "StoreDirectory"]
 
-FORMAT = 1
-RECORD_SUFFIX = ".kv"
+FORMAT = 2
+EXTENT_SUFFIX = ".kv"
 _MARKER = "stepwell.json"
 _MARKER_TEXT = json.dumps({"format": FORMAT}) + "\n"
 _HARMLESS = frozenset({"lost+found"})
+_LAST_EXTENT_ID = (1 << 31) - 1
+_EXTENT_NAME = re.compile(r"([0-9]{8,10})-([1-9][0-9]{3,14})\.kv")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A record found by a scan, by its name alone.
+class FoundExtent:
+    """An extent found by its name.
 
     Attributes:
-        key: from the names of its directories and file.
-        path: absolute.
+        extent_id: its number.
+        slot_bytes: a multiple of 4096.
         size_bytes: as the file system says.
-        used_at_s: when it was last read or written, seconds since the epoch (coarse).
+        path: absolute.
     """
 
-    key: Key
-    path: str
+    extent_id: int
+    slot_bytes: int
     size_bytes: int
-    used_at_s: float
+    path: str
 
 
 class StoreDirectory:
@@ -73,10 +66,10 @@ class StoreDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.roots = os.path.join(path, "roots")
+        self.extents = os.path.join(path, "extents")
         self.partial = os.path.join(path, "partial")
-        self.quarantine = os.path.join(path, "quarantine")
+        self.journal = os.path.join(path, "journal")
         self._lock_fd = -1
-        self._own_lock = threading.Lock()
 
     def open(self) -> None:
         """Create or adopt the directory and become its one owner.
@@ -100,13 +93,21 @@ class StoreDirectory:
             self._take_lock()
             if os.path.isdir(self.partial):
                 remove_tree(self.partial)
-            for directory in (self.roots, self.partial, self.quarantine):
-                os.makedirs(directory, exist_ok=True)
+            self.make_folders()
         except OSError as error:
             self.close()
             raise ConfigError(
                 f"path cannot be written ({error.strerror}): path={self.path}"
             ) from error
+
+    def make_folders(self) -> None:
+        """Make the directories of a store, those that somebody removed.
+
+        Raises:
+            OSError: from the system.
+        """
+        for directory in (self.roots, self.extents, self.partial):
+            os.makedirs(directory, exist_ok=True)
 
     def open_to_read(self) -> None:
         """Check that this is a store, without owning or changing it.
@@ -135,111 +136,105 @@ class StoreDirectory:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            text = os.read(fd, 32).decode("ascii", "replace").strip()
+            text = os.read(fd, 4096).decode("utf-8", "replace").partition("\n")[0]
             return int(text) if text.isdigit() else 0
         finally:
             os.close(fd)
         return None
 
-    def record_path(self, key: Key) -> str:
-        """Where the record of ``key`` lies."""
-        name = engine_key_of(key).hex()
-        return f"{self.roots}/{root_of(key).hex()}/{name[:2]}/{name}{RECORD_SUFFIX}"
+    def note_metrics(self, target: str) -> None:
+        """Note beside the owner's process id where it exports its counters."""
+        with contextlib.suppress(OSError, ValueError):  # a full disk: nobody is told
+            text = f"{os.getpid()}\n" + (f"metrics {target}\n" if target else "")
+            os.ftruncate(self._lock_fd, 0)
+            os.pwrite(self._lock_fd, text.encode("utf-8"), 0)
+
+    def metrics_target(self) -> str:
+        """Where the present owner exports its counters; empty if nowhere, or nobody owns it."""
+        if self.owner() is None:
+            return ""
+        try:
+            lines = read_small_text(os.path.join(self.path, "LOCK")).splitlines()
+        except (OSError, ValueError):
+            return ""
+        words = next((line for line in lines[1:] if line.startswith("metrics ")), "")
+        return words.removeprefix("metrics ")
+
+    def extent_path(self, extent_id: int, slot_bytes: int) -> str:
+        """Where an extent lies."""
+        return f"{self.extents}/{extent_id:08d}-{slot_bytes}{EXTENT_SUFFIX}"
 
     def partial_path(self) -> str:
-        """A fresh name for a record that is being written."""
+        """A fresh name for something that is being made."""
         return f"{self.partial}/{secrets.token_hex(16)}"
 
-    def make_parents(self, record_path: str, identity: Identity | None) -> None:
-        """Create what a record needs around it, also if somebody removed the whole store.
+    def find_extents(self) -> list[FoundExtent]:
+        """The extents that lie here, by their names; anything else is passed over.
+
+        Of two with one number the first by name counts, and a name with needless zeros is none.
+
+        Raises:
+            OSError: they cannot be listed, so that nobody takes a full store for an empty one.
+        """
+        found = []
+        for entry in self._extent_entries():
+            match = _EXTENT_NAME.fullmatch(entry.name)
+            if match is None or int(match[2]) % PAGE_BYTES or int(match[1]) > _LAST_EXTENT_ID:
+                continue
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISREG(status.st_mode):
+                found.append(FoundExtent(int(match[1]), int(match[2]), status.st_size, entry.path))
+        usable: dict[int, FoundExtent] = {}
+        for extent in sorted(found, key=lambda each: each.path):
+            if extent.path == self.extent_path(extent.extent_id, extent.slot_bytes):
+                usable.setdefault(extent.extent_id, extent)
+        return [usable[extent_id] for extent_id in sorted(usable)]
+
+    def last_extent_id(self) -> int:
+        """The highest number that anything among the extents is named after; -1 if none is.
+
+        Raises:
+            OSError: they cannot be listed.
+        """
+        matches = (_EXTENT_NAME.fullmatch(entry.name) for entry in self._extent_entries())
+        ids = (int(match[1]) for match in matches if match is not None)
+        return max((each for each in ids if each < _LAST_EXTENT_ID), default=-1)
+
+    def _extent_entries(self) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(self.extents) as found:
+                return list(found)
+        except FileNotFoundError:
+            return []
+
+    def describe(self, root: Root, identity: Identity) -> None:
+        """Write a root's description beside its records, unless it is there.
 
         Raises:
             OSError: from the system; nothing half-written is left.
         """
-        os.makedirs(self.partial, exist_ok=True)
-        os.makedirs(os.path.dirname(record_path), exist_ok=True)
-        with self._own_lock:  # of several writers one takes the lock again
-            if not self.owned():
-                self._own_again()
-        marker = os.path.join(self.path, _MARKER)
-        if not os.path.exists(marker):
-            write_whole(marker, self.partial_path(), _MARKER_TEXT)
-        description = os.path.join(os.path.dirname(os.path.dirname(record_path)), "root.json")
-        if identity is not None and _read_identity(description) != identity:
-            write_whole(description, self.partial_path(), identity.to_json() + "\n")
+        path = os.path.join(self.roots, f"{root.hex()}.json")
+        if _read_identity(path) != identity:
+            write_whole(path, self.partial_path(), identity.to_json() + "\n")
 
-    def _own_again(self) -> None:
-        # Somebody removed LOCK, perhaps with the whole store; another process may own it now.
-        self.close()
-        try:
-            self._take_lock()
-        except ConfigError as error:
-            raise OSError(errno.EBUSY, "the store has another owner now", str(self.path)) from error
-
-    def prune(self, root: Root) -> None:
-        """Remove a root that holds no records; whatever else lies there stays."""
-        path = os.path.join(self.roots, root.hex())
-        for bucket in entries(path):
-            if bucket.is_dir(follow_symlinks=False):
-                with contextlib.suppress(OSError):
-                    os.rmdir(bucket.path)
-        if [entry.name for entry in entries(path)] in ([], ["root.json"]):
-            with contextlib.suppress(OSError):
-                remove_tree(path)
-
-    def set_aside(self, path: str, reason: str) -> str | None:
-        """Move what lies at ``path`` to the quarantine; None if it is gone or cannot be moved."""
-        name = os.path.basename(path).removesuffix(RECORD_SUFFIX)
-        target = os.path.join(self.quarantine, f"{name}.{reason}.{secrets.token_hex(4)}")
-        try:
-            os.makedirs(self.quarantine, exist_ok=True)
-            os.rename(path, target)
-        except OSError:
-            return None
-        return target
-
-    def scan(self) -> Iterator[Found]:
-        """Every record, by its name; nothing is opened. Unreadable directories are passed over."""
-        for root_name, root in self._roots():
-            for bucket in entries(os.path.join(self.roots, root_name)):
-                if not bucket.is_dir(follow_symlinks=False):
-                    continue
-                for entry in entries(bucket.path):
-                    key = _key_from_name(root, entry.name)
-                    if key is None:
-                        continue
-                    try:
-                        status = entry.stat(follow_symlinks=False)
-                    except OSError:
-                        continue
-                    regular = stat.S_ISREG(status.st_mode)
-                    size_bytes = status.st_size if regular else tree_bytes(entry.path)
-                    yield Found(key, entry.path, size_bytes, status.st_mtime)
+    def forget(self, root: Root) -> None:
+        """Remove the description of a root that holds no records."""
+        with contextlib.suppress(OSError):
+            remove_tree(os.path.join(self.roots, f"{root.hex()}.json"))
 
     def identities(self) -> dict[Root, Identity | None]:
-        """The roots that lie here, with their descriptions (None where one cannot be read)."""
+        """The roots that are described here (None where a description cannot be read)."""
         found: dict[Root, Identity | None] = {}
-        for root_name, root in self._roots():
-            identity = _read_identity(os.path.join(self.roots, root_name, "root.json"))
-            found[root] = identity if identity is not None and identity.root == root else None
-        return found
-
-    def quarantined(self) -> list[tuple[str, int, float]]:
-        """What is set aside, oldest first, as (path, bytes, seconds since the epoch)."""
-        found = []
-        for entry in entries(self.quarantine):
-            try:
-                status = entry.stat(follow_symlinks=False)
-            except OSError:
-                continue
-            found.append((entry.path, tree_bytes(entry.path), status.st_ctime))
-        return sorted(found, key=lambda item: item[2])
-
-    def _roots(self) -> Iterator[tuple[str, Root]]:
         for entry in entries(self.roots):
-            raw = _from_hex(entry.name)
-            if raw is not None and len(raw) == ROOT_BYTES:
-                yield entry.name, Root(raw)
+            raw = _from_hex(entry.name.removesuffix(".json"))
+            if raw is not None and len(raw) == ROOT_BYTES and entry.name.endswith(".json"):
+                root = Root(raw)
+                identity = _read_identity(entry.path)
+                found[root] = identity if identity is not None and identity.root == root else None
+        return found
 
     def _check_marker(self, *, create: bool) -> None:
         marker = os.path.join(self.path, _MARKER)
@@ -258,6 +253,12 @@ class StoreDirectory:
             ) from error
         else:
             found = data.get("format") if isinstance(data, dict) else None
+            if type(found) is int and 0 < found < FORMAT:
+                raise ConfigError(
+                    f"the store was written by an earlier version of Stepwell, which kept a file "
+                    f"per record, and cannot be read; give another path, or remove it: "
+                    f"path={self.path} format={found} known_format={FORMAT}"
+                )
             if type(found) is not int or found != FORMAT:
                 raise ConfigError(
                     f"the store was written by another version: path={self.path} "
@@ -321,7 +322,7 @@ class StoreDirectory:
             return False
 
     def _refuse_second_owner(self, error: BlockingIOError) -> NoReturn:
-        text = os.pread(self._lock_fd, 32, 0).decode("ascii", "replace").strip()
+        text = os.pread(self._lock_fd, 4096, 0).decode("utf-8", "replace").partition("\n")[0]
         self.close()
         raise ConfigError(
             f"another process uses this store; give each engine its own path: "
@@ -343,12 +344,3 @@ def _from_hex(text: str) -> bytes | None:
     except ValueError:
         return None
     return raw if raw.hex() == text else None
-
-
-def _key_from_name(root: Root, name: str) -> Key | None:
-    if not name.endswith(RECORD_SUFFIX):
-        return None
-    raw = _from_hex(name.removesuffix(RECORD_SUFFIX))
-    if raw is None or not 1 <= len(raw) <= ENGINE_KEY_MAX_BYTES:
-        return None
-    return make_key(root, raw)

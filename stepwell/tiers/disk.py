@@ -1,77 +1,73 @@
-"""The disk tier: one file per record in a directory that one process owns.
+"""The disk tier: records to and from the slots of one drive.
 
-Bounded by a capacity and by a floor of free space; every read is verified; a record appears
-whole, by rename, or not at all; everything is found again after a restart.
+Bounded by a capacity and by a floor of free space; every read is verified; everything is found
+again after a restart. `stepwell.tiers.drive` is the drive.
 """
 
-import contextlib
-import errno
 import logging
-import os
-import stat
-import threading
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
 
-from stepwell.core.keys import Key, Root, root_of
+from stepwell.core.keys import Key, root_of
 from stepwell.core.record import Header, payload_checksum, record_bytes, verify
 from stepwell.core.types import (
     Chunk,
     ChunkResult,
+    Direction,
     Lookup,
     Outcome,
     Reason,
 )
-from stepwell.errors import ConfigError, DataError
-from stepwell.settings import format_bytes
+from stepwell.errors import DataError
+from stepwell.policy.endurance import EnduranceState
 from stepwell.tiers.base import TierContext
-from stepwell.tiers.blockio import probe_direct, read_record, write_record
-from stepwell.tiers.directory import StoreDirectory
-from stepwell.tiers.files import remove_tree, tree_bytes
-from stepwell.tiers.index import ChunkIndex, Reserve
-from stepwell.tiers.outcomes import (
-    ALREADY_THERE,
-    DONE,
-    NO_ROOM,
-    write_refusal,
-)
+from stepwell.tiers.blockio import MAX_RUN
+from stepwell.tiers.drive import FAILED, Drive
+from stepwell.tiers.jobs import JobRunner
+from stepwell.tiers.ledger import Evicted
+from stepwell.tiers.outcomes import ALREADY_THERE, DONE, write_refusal
+from stepwell.tiers.slots import BOOKKEEPING_BYTES
 from stepwell.tiers.threaded import ThreadedTier
 
-__all__ = ["DiskTier"]
+__all__ = ["DiskTier", "slot_cost_bytes"]
 
 logger = logging.getLogger(__name__)
 
-# A record's file time is its place in the order of use after a restart. Renewing it at every
-# read would cost a metadata write each; once a minute is as much order as a restart needs.
-_TOUCH_EVERY_S = 60.0
+# Neighbouring slots to read or write: place, row, index of the chunk.
+_Entry = tuple[int, int, int]
 
-_NOT_A_FILE = frozenset({errno.EISDIR, errno.ELOOP, errno.ESPIPE, errno.ENXIO})
+
+def slot_cost_bytes(payload_bytes: int) -> int:
+    """Bytes of the capacity that a chunk takes: its record, and room for its journal entries."""
+    return record_bytes(payload_bytes) + BOOKKEEPING_BYTES
 
 
 class DiskTier(ThreadedTier):
-    """Records in a directory of a local file system.
+    """Records in slots of preallocated extents, in a directory of a local file system.
 
-    Threading, Ownership, Errors, Cost: as `stepwell.tiers.base.Tier` states. Opening scans the
-    directory by names and blocks meanwhile.
+    Threading, Ownership, Errors, Cost: as `stepwell.tiers.base.Tier` states. Opening reads the
+    journal, or where that is lost every record's header, and blocks meanwhile.
 
     Crash: nothing is synced, on purpose: a record that a power cut tore fails its checksum and
     is a miss. A SIGKILL loses what was in flight.
 
     Args:
         path: absolute; created if missing; owned by one process at a time.
-        capacity_bytes: what records and quarantine may take together.
-        min_free_bytes: free space that is left on the file system, whoever uses it up.
+        capacity_bytes: what extents and journal may take together.
         context: shared by the store's tiers.
+        min_free_bytes: free space that is left on the file system, whoever uses it up.
         num_threads: that read and write.
         inflight_writes_bytes: writes beyond this are refused.
+        policy: name of the eviction policy.
+        ttl_s: how long a chunk stays valid after it was written; 0 for ever.
+        drive_writes_per_day: what may be written per day, in sizes of the drive; 0: no limit.
+        name: for metrics and reports.
+        on_evicted: told the fingerprint of every chunk that left to make room; on any thread, so
+            it does next to nothing.
 
     Raises:
         ConfigError: the path cannot be used, or the capacity does not fit the file system.
     """
-
-    name: ClassVar[str] = "disk"
 
     def __init__(
         self,
@@ -82,339 +78,288 @@ class DiskTier(ThreadedTier):
         min_free_bytes: int = 0,
         num_threads: int = 8,
         inflight_writes_bytes: int = 4 << 30,
+        policy: str = "leaf-first-lru",
+        ttl_s: float = 0.0,
+        drive_writes_per_day: float = 0.0,
+        name: str = "disk",
+        on_evicted: Callable[[int], object] = lambda tag: None,
     ) -> None:
+        self.name = name
+        self.capacity_bytes = capacity_bytes
         self._context = context
-        self._min_free_bytes = min_free_bytes
-        self._check_size(path, capacity_bytes, min_free_bytes)  # before anything is created
-        self._directory = StoreDirectory(path)
-        self._directory.open()
-        started = False
+        self._ttl_s = ttl_s
+        self._on_evicted = on_evicted
+        self._closed = False
+        self._drive = Drive(
+            path,
+            capacity_bytes,
+            context,
+            min_free_bytes=min_free_bytes,
+            policy=policy,
+            drive_writes_per_day=drive_writes_per_day,
+            on_evicted=self._note_evicted,
+        )
+        self._ledger = self._drive.ledger
+        self._files = self._drive.files
         try:
-            self._start(context, capacity_bytes, num_threads, inflight_writes_bytes)
-            started = True
-        except OSError as error:
-            raise ConfigError(f"path cannot be written ({error.strerror}): path={path}") from error
-        finally:
-            if not started:
-                self._directory.close()  # or the next try would be refused by this process
-        if not self._direct:
-            logger.warning(
-                "O_DIRECT does not work here, going through the page cache: path=%s", path
-            )
+            self._runner = JobRunner(self, num_threads, context, inflight_writes_bytes)
+        except RuntimeError:
+            self._drive.close()
+            raise
 
-    def _start(
-        self,
-        context: TierContext,
-        capacity_bytes: int,
-        num_threads: int,
-        inflight_writes_bytes: int,
-    ) -> None:
-        self._direct = probe_direct(self._directory.partial)
-        self._admit_lock = threading.Lock()  # held while a write asks for room
-        self._room_lock = threading.Lock()  # held for the sum of index and quarantine; no I/O
-        self._quarantine: deque[tuple[str, int]] = deque()
-        self._quarantine_bytes = 0
-        self._stuck: deque[Key] = deque()  # leaving, but the file could not be removed yet
-        self._used_at_s: dict[Key, float] = {}
-        self._described: set[Root] = set()
-        index = self._index = ChunkIndex(capacity_bytes)
-        self._adopt()
-        super().__init__(index, context, num_threads, inflight_writes_bytes)
+    # The tier.
+
+    def contains(self, keys: Sequence[Key]) -> list[Lookup]:
+        """See `stepwell.tiers.base.Tier.contains`."""
+        return self._ledger.contains(keys, self._context.clock.wall())
+
+    def delete(self, keys: Sequence[Key]) -> int:
+        """See `stepwell.tiers.base.Tier.delete`."""
+        count, discard = self._ledger.remove(keys)
+        if discard:
+            self._runner.run_soon(lambda: self._drive.discard(discard))
+        return count
+
+    def close(self) -> None:
+        """See `stepwell.tiers.base.Tier.close`.
+
+        Waits ten seconds for a drive that does not answer; then it leaves the files open and the
+        directory owned, since what was begun may still reach them.
+        """
+        if self._closed:
+            return
+        if self._runner.close():
+            self._closed = True
+            self._drive.close()
+        else:
+            logger.warning("a drive does not answer and is left: path=%s", self._drive.path)
+
+    # Numbers.
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of records and of what is set aside."""
-        with self._room_lock:
-            return self._index.used_bytes + self._quarantine_bytes
+        """What records take of the capacity, those set aside included."""
+        return self._ledger.used_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What extents and journal take of the capacity, whether or not records lie in them."""
+        return self._ledger.allocated_bytes
+
+    @property
+    def wear(self) -> EnduranceState:
+        """See `stepwell.tiers.drive.Drive.wear`."""
+        return self._drive.wear
+
+    @property
+    def pressure(self) -> float:
+        """See `stepwell.tiers.drive.Drive.pressure`."""
+        return self._drive.pressure
 
     @property
     def direct(self) -> bool:
         """Whether reads and writes go past the page cache."""
-        return self._direct
+        return self._drive.direct
+
+    def note_metrics(self, target: str) -> None:
+        """See `stepwell.tiers.drive.Drive.note_metrics`."""
+        self._drive.note_metrics(target)
 
     def __len__(self) -> int:
-        return len(self._index)
-
-    def close(self) -> None:
-        """See `stepwell.tiers.base.Tier.close`."""
-        super().close()
-        self._directory.close()
-
-    # Start-up.
-
-    def _check_size(self, path: Path, capacity_bytes: int, min_free_bytes: int) -> None:
-        try:
-            existing = next(folder for folder in (path, *path.parents) if folder.exists())
-            status = os.statvfs(existing)
-        except OSError:
-            return  # opening will say what is wrong
-        total_bytes = status.f_blocks * status.f_frsize
-        # /proc and the like have no size; opening will say what is wrong with those.
-        if 0 < total_bytes < capacity_bytes + min_free_bytes:
-            raise ConfigError(
-                f"capacity and min_free together are larger than the file system "
-                f"({format_bytes(total_bytes)}): path={path} "
-                f"capacity={format_bytes(capacity_bytes)} min_free={format_bytes(min_free_bytes)}"
-            )
-
-    def _adopt(self) -> None:
-        roots = set()
-        for found in sorted(self._directory.scan(), key=lambda record: record.used_at_s):
-            if found.path != self._directory.record_path(found.key):
-                self._directory.set_aside(found.path, Reason.IDENTITY)  # moved by hand
-                continue
-            self._index.adopt(found.key, found.size_bytes)
-            self._used_at_s[found.key] = found.used_at_s
-            roots.add(root_of(found.key))
-        for root in self._directory.identities().keys() - roots:
-            self._directory.prune(root)
-        for path, size_bytes, _ in self._directory.quarantined():
-            self._quarantine.append((path, size_bytes))
-            self._quarantine_bytes += size_bytes
-        # The capacity may have been lowered since.
-        while self.used_bytes > self._index.capacity_bytes:
-            if self._free_something() is None:
-                break
+        return len(self._ledger)
 
     # Jobs; on the runner's threads.
 
+    def run_batch(self, direction: Direction, chunks: Sequence[Chunk]) -> Sequence[ChunkResult]:
+        """See `stepwell.tiers.jobs.Work.run_batch`."""
+        return self._read(chunks) if direction is Direction.READ else self._write(chunks)
+
     def use(self, prefix: Sequence[Key]) -> Sequence[bool]:
-        """See `stepwell.tiers.jobs.Work.use`. The files' times follow behind the report."""
-        found = self._index.touch(prefix)
+        """See `stepwell.tiers.jobs.Work.use`."""
+        return self._ledger.touch(prefix, self._context.clock.wall())
+
+    def settle(self) -> None:
+        """See `stepwell.tiers.jobs.Work.settle`."""
+        self._drive.settle()
+
+    def _read(self, chunks: Sequence[Chunk]) -> list[ChunkResult]:
         now_s = self._context.clock.wall()
-        # A microsecond apart, so that after a restart too the end leaves first.
-        times = [
-            (key, now_s - depth * 1e-6)
-            for depth, (key, here) in enumerate(zip(prefix, found, strict=True))
-            if here and not 0 <= now_s - self._used_at_s.get(key, 0.0) < _TOUCH_EVERY_S
+        found = self._ledger.begin_reads([chunk.key for chunk in chunks], now_s)
+        results = [
+            ChunkResult(Outcome.MISS, each) if isinstance(each, Reason) else DONE for each in found
         ]
-        if times:
-            self._used_at_s.update(times)
-            self._runner.run_soon(lambda: self._renew(times))
-        return found
-
-    def _read(self, chunk: Chunk) -> ChunkResult:
-        if self._index.states([chunk.key])[0] is not Lookup.HIT:
-            return ChunkResult(Outcome.MISS, Reason.ABSENT)
-        path = self._directory.record_path(chunk.key)
+        begun = sorted(
+            (each[1], each[0], idx)
+            for idx, each in enumerate(found)
+            if not isinstance(each, Reason)
+        )
+        ended: list[tuple[int, Reason]] = []
         try:
-            page = read_record(path, chunk.buffer, direct=self._direct)
-            now_us = int(self._context.clock.wall() * 1e6)
-            verify(Header.unpack(page), chunk.buffer, chunk.key, now_us)
-        except DataError as error:
-            reason = Reason(error.reason)
-            if reason is Reason.EXPIRED:
-                if self._index.remove(chunk.key):
-                    self._discard(chunk.key)
-            else:
-                self._set_aside(chunk.key, path, reason, str(error))
-            return ChunkResult(Outcome.MISS, reason)
+            for run in _runs(begun):
+                for idx, result in self._read_run(run, chunks, now_s):
+                    results[idx] = result
+        finally:
+            for _, row, idx in begun:
+                wrong = results[idx].outcome is Outcome.MISS
+                ended.append((row, results[idx].reason if wrong else Reason.NONE))
+            discard, wrong_rows = self._ledger.end_reads(ended)
+            if discard:
+                self._drive.discard(discard)
+        for (_, row, idx), (_, reason) in zip(begun, ended, strict=True):
+            if reason and reason is not Reason.EXPIRED and row in wrong_rows:
+                self._context.metrics.add("quarantined_chunks", (self.name, reason))
+                logger.warning(
+                    "a record is wrong and was set aside: reason=%s path=%s key=%s",
+                    reason, self._drive.path, chunks[idx].key.hex(),
+                )  # fmt: skip
+        return results
+
+    def _read_run(
+        self, run: Sequence[_Entry], chunks: Sequence[Chunk], now_s: float
+    ) -> list[tuple[int, ChunkResult]]:
+        """Read neighbouring slots, given as (place, row, index of the chunk)."""
+        slot_bytes = self._ledger.size_at(run[0][0])
+        fitting = [
+            entry for entry in run if record_bytes(len(chunks[entry[2]].buffer)) == slot_bytes
+        ]
+        if len(fitting) < len(run):
+            # Another length than the record's: whoever asks or whoever wrote is wrong.
+            results = [
+                (entry[2], ChunkResult(Outcome.MISS, Reason.LAYOUT))
+                for entry in run
+                if entry not in fitting
+            ]
+            for part in _runs(fitting):
+                results += self._read_run(part, chunks, now_s)
+            return results
+        wanted = [chunks[idx] for _, _, idx in run]
+        try:
+            pages = self._files.read(run[0][0], slot_bytes, [chunk.buffer for chunk in wanted])
         except OSError as error:
-            return self._read_failed(chunk.key, path, error)
-        return DONE
+            logger.warning("a read failed: path=%s error=%s", self._drive.path, error)
+            return [(idx, FAILED) for _, _, idx in run]
+        return [
+            (idx, _verdict(page, chunk, int(now_s * 1e6)))
+            for (_, _, idx), page, chunk in zip(run, pages, wanted, strict=True)
+        ]
 
-    def _read_failed(self, key: Key, path: str, error: OSError) -> ChunkResult:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            if self._index.remove(key):
-                self._discard(key)  # a write may have brought it back meanwhile
-            return ChunkResult(Outcome.MISS, Reason.VANISHED)
-        if error.errno in _NOT_A_FILE or _is_something_else(path):
-            self._set_aside(key, path, Reason.NOT_A_FILE, str(error))
-            return ChunkResult(Outcome.MISS, Reason.NOT_A_FILE)
-        logger.warning("a read failed: path=%s error=%s", path, error)
-        return ChunkResult(Outcome.FAILED, Reason.IO_ERROR)
+    def _write(self, chunks: Sequence[Chunk]) -> list[ChunkResult]:
+        now_s = self._context.clock.wall()
+        results: list[ChunkResult] = [ALREADY_THERE] * len(chunks)
+        absent = self._ledger.missing([chunk.key for chunk in chunks], now_s)
+        by_size: dict[int, list[int]] = {}
+        seen: set[Key] = set()
+        for idx, (chunk, wanted) in enumerate(zip(chunks, absent, strict=True)):
+            if wanted and chunk.key not in seen:
+                seen.add(chunk.key)
+                by_size.setdefault(record_bytes(len(chunk.buffer)), []).append(idx)
+        if by_size:
+            roots = {root_of(chunks[idx].key) for idxs in by_size.values() for idx in idxs}
+            refusal = self._drive.mind_before_write(roots)
+            if refusal is not None:
+                return [refusal] * len(chunks)
+        for slot_bytes, idxs in by_size.items():
+            for idx, result in self._write_equal(slot_bytes, idxs, chunks, now_s):
+                results[idx] = result
+        self._drive.flush_journal()  # what is reported as done survives a kill
+        return results
 
-    def _write(self, chunk: Chunk) -> ChunkResult:
-        refusal = self._make_room(chunk.key, record_bytes(len(chunk.buffer)))
-        if refusal is not None:
-            return refusal
-        path = self._directory.record_path(chunk.key)
-        partial = self._directory.partial_path()
-        stored = False
+    def _write_equal(
+        self,
+        slot_bytes: int,
+        idxs: Sequence[int],
+        chunks: Sequence[Chunk],
+        now_s: float,
+    ) -> list[tuple[int, ChunkResult]]:
+        """Write chunks of one record size."""
+        places, refusal = self._drive.find_room(slot_bytes, len(idxs))
+        results = [(idx, refusal) for idx in idxs[len(places) :]]
+        begun = []
+        for idx, place in zip(idxs, places, strict=False):
+            row = self._ledger.begin(chunks[idx].key, place)
+            if isinstance(row, ChunkResult):
+                results.append((idx, row))
+            else:
+                begun.append((place, row, idx))
+        ended: set[int] = set()
         try:
-            header = Header(
+            # That a slot's former record is gone must be known before the slot is written over.
+            self._drive.flush_journal()
+            for run in _runs(begun):
+                rows = [row for _, row, _ in run]
+                result = self._write_run(run, slot_bytes, chunks, now_s)
+                if result == DONE:
+                    expires_at_s = [self._expires_at_s(chunks[idx], now_s) for _, _, idx in run]
+                    self._drive.discard(self._ledger.commit(rows, now_s, expires_at_s))
+                else:
+                    self._ledger.abort(rows, bad=result.outcome is Outcome.FAILED)
+                ended.update(rows)
+                results += [(idx, result) for _, _, idx in run]
+        finally:
+            self._ledger.abort([row for _, row, _ in begun if row not in ended])
+        return results
+
+    def _write_run(
+        self,
+        run: Sequence[_Entry],
+        slot_bytes: int,
+        chunks: Sequence[Chunk],
+        now_s: float,
+    ) -> ChunkResult:
+        """Write neighbouring slots, given as (place, row, index of the chunk)."""
+        taken = [chunks[idx] for _, _, idx in run]
+        headers = [
+            Header(
                 chunk.key,
                 len(chunk.buffer),
                 payload_checksum(chunk.buffer),
-                int(self._context.clock.wall() * 1e6),
-                0,
+                int(now_s * 1e6),
+                int(self._expires_at_s(chunk, now_s) * 1e6),
                 chunk.end_token,
             ).pack()
-            self._write_file(partial, path, header, chunk)
-            stored = True
+            for chunk in taken
+        ]
+        try:
+            self._files.write(run[0][0], slot_bytes, headers, [chunk.buffer for chunk in taken])
         except OSError as error:
             refusal = write_refusal(error)
             if refusal.outcome is Outcome.FAILED:
-                logger.warning("a write failed: path=%s error=%s", path, error)
+                logger.warning("a write failed: path=%s error=%s", self._drive.path, error)
             return refusal
-        finally:
-            if not stored:
-                self._index.abort(chunk.key)
-            elif not self._index.commit(chunk.key):
-                self._discard(chunk.key)  # deleted while it was being written
         return DONE
 
-    def _write_file(self, partial: str, path: str, header: bytes, chunk: Chunk) -> None:
-        try:
-            root = root_of(chunk.key)
-            # Once per root and process, since its description may be gone; and whenever LOCK is
-            # no longer the one we hold, since another process may own the store now.
-            if root not in self._described or not self._directory.owned():
-                self._directory.make_parents(path, self._context.registry.get(root))
-                self._described.add(root)
-            try:
-                write_record(partial, header, chunk.buffer, direct=self._direct)
-                os.replace(partial, path)
-            except (FileNotFoundError, IsADirectoryError):
-                # The first record of its directory, a directory that somebody removed, or
-                # something in the record's place that the index does not know of.
-                if os.path.isdir(path):
-                    self._keep(self._directory.set_aside(path, Reason.NOT_A_FILE))
-                self._directory.make_parents(path, self._context.registry.get(root))
-                if not os.path.exists(partial):
-                    write_record(partial, header, chunk.buffer, direct=self._direct)
-                os.replace(partial, path)
-        except OSError:
-            if not self._remove(partial):
-                self._keep(partial)
-            raise
+    def _expires_at_s(self, chunk: Chunk, now_s: float) -> float:
+        # A copy lives as long as what it was copied from.
+        return chunk.expires_at_s or (now_s + self._ttl_s if self._ttl_s else 0.0)
 
-    # Room.
-
-    def _make_room(self, key: Key, size_bytes: int) -> ChunkResult | None:
-        """Reserve room, evicting if need be; None if reserved, else the chunk's result."""
-        if self._index.states([key])[0] is not Lookup.MISS:
-            return ALREADY_THERE
-        self._retry_stuck()
-        freed_bytes, wanted_bytes = 0, 0
-        while True:
-            with self._admit_lock:
-                # In one step, or several threads would each take the same free space.
-                missing_bytes = self._missing_free_bytes(size_bytes)
-                short_of_free = missing_bytes > 0
-                answer = Reserve.NO_ROOM if short_of_free else self._reserve(key, size_bytes)
-            wanted_bytes = max(wanted_bytes, missing_bytes)
-            if short_of_free and (missing_bytes > self.used_bytes or freed_bytes > wanted_bytes):
-                # Evicting must help, or the cache would be emptied for nothing: everything must
-                # suffice, and what was evicted show. Some file systems free space later.
-                return ChunkResult(Outcome.FULL, Reason.MIN_FREE)
-            match answer:
-                case Reserve.RESERVED:
-                    return None
-                case Reserve.EXISTS:
-                    return ALREADY_THERE
-                case Reserve.NEVER | Reserve.LEAVING:
-                    return NO_ROOM
-                case Reserve.NO_ROOM:
-                    freed = self._free_something()
-                    if freed is None:
-                        reason = Reason.MIN_FREE if short_of_free else Reason.CAPACITY
-                        return ChunkResult(Outcome.FULL, reason)
-                    # What leaves for the capacity's sake says nothing about free space.
-                    freed_bytes += freed if short_of_free else 0
-
-    def _reserve(self, key: Key, size_bytes: int) -> Reserve:
-        # The quarantine counts as well: it is the first to go.
-        with self._room_lock:
-            used_bytes = self._index.used_bytes + self._quarantine_bytes
-            if self._quarantine_bytes and used_bytes + size_bytes > self._index.capacity_bytes:
-                return Reserve.NO_ROOM
-            return self._index.reserve(key, size_bytes)
-
-    def _missing_free_bytes(self, size_bytes: int) -> int:
-        """Bytes that must become free before a record may be written; none if <= 0."""
-        try:
-            status = os.statvfs(self._directory.path)
-        except OSError:
-            return 0  # the write itself will say what is wrong
-        # What is being written may not have reached the file system yet.
-        wanted_bytes = self._min_free_bytes + self._index.writing_bytes + size_bytes
-        return wanted_bytes - status.f_bavail * status.f_frsize
-
-    def _free_something(self) -> int | None:
-        """Remove the next thing to go; returns its bytes, None if nothing can go."""
-        with self._room_lock:
-            aside = self._quarantine.popleft() if self._quarantine else None
-        if aside is not None:
-            removed = self._remove(aside[0])
-            with self._room_lock:
-                if removed:
-                    self._quarantine_bytes -= aside[1]
-                else:
-                    self._quarantine.append(aside)
-            if removed:
-                return aside[1]
-        victim = self._index.take_victim(self._context.leases.held)
-        if victim is None:
-            return None
-        if not self._remove(self._directory.record_path(victim)):
-            self._index.restore(victim)  # still there, still good, still counted
-            return None
-        size_bytes = self._gone(victim)
-        self._context.metrics.add("evicted_chunks", (self.name,))
-        return size_bytes
-
-    def _remove(self, path: str) -> bool:
-        try:
-            remove_tree(path)
-        except OSError as error:
-            logger.warning("cannot remove: path=%s error=%s", path, error)
-            return False
-        return True
-
-    def _discard(self, leaving: Key) -> bool:
-        if self._remove(self._directory.record_path(leaving)):
-            self._gone(leaving)
-            return True
-        self._stuck.append(leaving)  # its bytes count until a later try succeeds
-        return False
-
-    def _retry_stuck(self) -> None:
-        with contextlib.suppress(IndexError):  # the last one is gone
-            while self._discard(self._stuck.popleft()):
-                pass
-
-    def _gone(self, key: Key) -> int:
-        self._used_at_s.pop(key, None)
-        return self._index.freed(key)
-
-    def _set_aside(self, key: Key, path: str, reason: Reason, error: str) -> None:
-        if not self._index.remove(key):
-            return  # somebody else saw it first
-        logger.warning(
-            "a record is wrong and was set aside: reason=%s path=%s error=%s", reason, path, error
-        )
-        self._context.metrics.add("quarantined_chunks", (self.name, reason))
-        target = self._directory.set_aside(path, reason)
-        if target is None:
-            self._discard(key)
-        else:
-            self._keep(target, instead_of=key)
-
-    def _keep(self, path: str | None, instead_of: Key | None = None) -> None:
-        if path is None:
-            return
-        size_bytes = tree_bytes(path)
-        with self._room_lock:
-            self._quarantine.append((path, size_bytes))
-            self._quarantine_bytes += size_bytes
-            if instead_of is not None:
-                self._gone(instead_of)  # in one step, so that nothing is counted twice
-
-    def _renew(self, times: Sequence[tuple[Key, float]]) -> None:
-        for key, used_at_s in times:
-            if self._used_at_s.get(key) != used_at_s:
-                continue  # used again since, or gone
-            # If it fails, the order after a restart is a little older, nothing else.
-            with contextlib.suppress(OSError):
-                os.utime(self._directory.record_path(key), (used_at_s, used_at_s))
-            if self._index.states([key])[0] is Lookup.MISS:
-                self._used_at_s.pop(key, None)  # it left meanwhile
+    def _note_evicted(self, why: Evicted, tag: int) -> None:
+        self._context.metrics.add("evicted_chunks", (self.name, why))
+        self._on_evicted(tag)
 
 
-def _is_something_else(path: str) -> bool:
-    """Whether what lies at ``path`` is there and is no regular file."""
+def _runs(
+    entries: Sequence[_Entry],
+) -> Iterator[Sequence[_Entry]]:
+    """Split entries, which begin with a place, where places are not neighbours."""
+    begin = 0
+    for idx in range(1, len(entries) + 1):
+        if (
+            idx == len(entries)
+            or entries[idx][0] != entries[idx - 1][0] + 1
+            or idx - begin == MAX_RUN
+        ):
+            yield entries[begin:idx]
+            begin = idx
+
+
+def _verdict(page: memoryview | None, chunk: Chunk, now_us: int) -> ChunkResult:
+    if page is None:
+        return ChunkResult(Outcome.MISS, Reason.TRUNCATED)
     try:
-        return not stat.S_ISREG(os.lstat(path).st_mode)
-    except OSError:
-        return False
+        header = Header.unpack(page)
+        verify(header, chunk.buffer, chunk.key, now_us)
+    except DataError as error:
+        return ChunkResult(Outcome.MISS, Reason(error.reason))
+    if header.expires_at_us:
+        return ChunkResult(Outcome.DONE, Reason.NONE, header.expires_at_us / 1e6)
+    return DONE

@@ -6,9 +6,25 @@ import os
 import shutil
 import stat
 
-__all__ = ["entries", "read_small_text", "remove_tree", "tree_bytes", "write_whole"]
+__all__ = ["entries", "read_regular", "read_small_text", "remove_tree", "tree_bytes", "write_whole"]
 
 _SMALL_BYTES = 1 << 20
+
+
+def read_regular(path: str, most_bytes: int = 1 << 62) -> bytes:
+    """Up to ``most_bytes`` of a regular file.
+
+    Raises:
+        OSError: from the system, or what is there is no regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(min(most_bytes, os.fstat(fd).st_size))
+    finally:
+        os.close(fd)
 
 
 def read_small_text(path: str) -> str:
@@ -18,13 +34,7 @@ def read_small_text(path: str) -> str:
         OSError: from the system, or what is there is no regular file.
         ValueError: larger than 1 MiB, or not UTF-8.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", path)
-        data = os.read(fd, _SMALL_BYTES + 1)
-    finally:
-        os.close(fd)
+    data = read_regular(path, _SMALL_BYTES + 1)
     if len(data) > _SMALL_BYTES:
         raise ValueError(f"too large to be what it should be: path={path}")
     return data.decode("utf-8")

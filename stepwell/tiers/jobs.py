@@ -1,13 +1,17 @@
-"""Running a tier's jobs on threads of its own, first come first served, reads before writes."""
+"""Running a tier's jobs on threads of its own: order, deadlines, bounds, one read per chunk."""
 
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from stepwell.core.keys import Key
+from stepwell.core.record import payload_checksum
 from stepwell.core.types import (
     Chunk,
     ChunkResult,
@@ -19,7 +23,7 @@ from stepwell.core.types import (
 )
 from stepwell.errors import ClosedError
 from stepwell.tiers.base import TierContext
-from stepwell.tiers.outcomes import DONE, count_result
+from stepwell.tiers.outcomes import ALREADY_THERE, DONE, count_result
 
 __all__ = ["JobRunner", "Work"]
 
@@ -31,6 +35,14 @@ _GIVEN_UP = {
     Direction.TOUCH: Outcome.MISS,
 }
 
+_NO_JOB = -1
+_BATCH_BYTES = 16 << 20
+_BATCH_CHUNKS = 256
+# A read that has waited so long goes first, however much of it is left.
+_PATIENCE_S = 1.0
+# A thread that does not come back within this is left behind: its drive does not answer.
+_CLOSE_WAIT_S = 10.0
+
 
 class Work(Protocol):
     """What a tier does; all of it is called on the runner's threads."""
@@ -40,35 +52,74 @@ class Work(Protocol):
         """The tier's name, for threads, results and metrics."""
         ...
 
-    def run_chunk(self, direction: Direction, chunk: Chunk) -> ChunkResult:
-        """Read or write one chunk."""
+    def run_batch(self, direction: Direction, chunks: Sequence[Chunk]) -> Sequence[ChunkResult]:
+        """Read or write consecutive chunks of one job; one result each."""
         ...
 
     def use(self, prefix: Sequence[Key]) -> Sequence[bool]:
         """Make chunks recent, the first the most; says which are there. Called before the job
-        that used them is reported, so it does no I/O."""
+        that used them is reported, sometimes on the owner's thread, so it does no I/O."""
+        ...
+
+    def settle(self) -> None:
+        """What is left to do after a piece of work, I/O included."""
         ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Running:
+    """A job that has not ended.
+
+    Attributes:
+        results: per chunk; None until it is known.
+        taken: per chunk, whether a thread has it or its result is known.
+        next_idx: no chunk before this waits any more.
+        waiting_bytes: of chunks that no thread has taken.
+        remaining: chunks without a result.
+    """
+
     job: Job
     submitted_s: float
     results: list[ChunkResult | None]
+    taken: bytearray
+    waiting_bytes: int
     remaining: int
+    next_idx: int = 0
     moved_bytes: int = 0
+    slowest_s: float = 0.0
+
+    def overdue(self, now_s: float) -> bool:
+        """Whether what has not begun is given up."""
+        return now_s - self.submitted_s > self.job.deadline_s
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any chunk waits for a thread."""
+        return self.next_idx < len(self.taken)
+
+    def take(self, idx: int) -> None:
+        """A thread has the chunk, or its result is known."""
+        self.taken[idx] = 1
+        self.waiting_bytes -= len(self.job.chunks[idx].buffer)
+        while self.next_idx < len(self.taken) and self.taken[self.next_idx]:
+            self.next_idx += 1
+
+
+_Seat = tuple[_Running, int]  # a chunk of a job: where a read's bytes are wanted
 
 
 class JobRunner:
-    """A queue of chunks and the threads that take them.
+    """Queues of jobs and the threads that take batches of chunks from them.
 
-    The chunks of a job are taken in order and jobs in the order of their submission: of a burst
-    of reads the first is complete while the last still waits, rather than all being half done.
-    Every fourth thread, or the last of two or three, looks at writes first, so that neither
-    direction starves the other.
+    Reads: the job with the least left to read goes first, so that of a burst one after the other
+    is complete, rather than all being half done; but none waits longer than a second for others
+    that came after it. Several reads that wait for the same chunk are served by one. Writes go in
+    order, and one that finds its chunk being written by another job ends with that. Every fourth
+    thread, or the last of two or three, looks at writes first, so that neither direction starves
+    the other.
 
     Args:
-        work: what to do with a chunk.
+        work: what to do with a batch.
         num_threads: >= 1.
         context: clock and metrics.
         inflight_writes_bytes: chunks of writes beyond this are refused (QUEUE_FULL), the last
@@ -86,16 +137,21 @@ class JobRunner:
         self._inflight_writes_limit_bytes = inflight_writes_bytes
         self._inflight_writes_bytes = 0
         self._changed = threading.Condition()
-        self._reads: deque[tuple[_Running, int]] = deque()
-        self._writes: deque[tuple[_Running, int]] = deque()
+        self._reads: list[_Running] = []
+        self._writes: list[_Running] = []
+        self._touches: deque[_Running] = deque()
         self._errands: deque[Callable[[], None]] = deque()
+        self._seats: dict[Key, list[_Seat]] = {}  # chunks that wait to be read, or are being read
+        self._writing: dict[Key, list[_Seat]] = {}  # chunks under way, and who writes them as well
+        self._under_way: dict[int, tuple[int, float]] = {}  # thread -> job, begun
+        self._first_deadline_s = math.inf  # of what waits; may be early, never late
         self._finished: deque[JobResult] = deque()
         self._unfinished = 0
         self._closed = False
         self._threads = [
             threading.Thread(
-                target=self._run_queue,
-                args=(num_threads > 1 and idx % 4 == min(3, num_threads - 1),),
+                target=self._run_queues,
+                args=(idx, num_threads > 1 and idx % 4 == min(3, num_threads - 1)),
                 name=f"stepwell-{work.name}-{idx}",
                 daemon=True,
             )
@@ -109,10 +165,24 @@ class JobRunner:
             self.close()
             raise
 
+    # The owner's side.
+
     @property
     def unfinished(self) -> int:
         """Jobs that were submitted and have not ended."""
         return self._unfinished
+
+    @property
+    def queued_read_bytes(self) -> int:
+        """Bytes of reads that no thread has taken yet."""
+        with self._changed:
+            return sum(running.waiting_bytes for running in self._reads)
+
+    @property
+    def under_way(self) -> list[tuple[int, float]]:
+        """The operations that are running now: of which job, -1 for none, and since when."""
+        with self._changed:
+            return list(self._under_way.values())
 
     def submit(self, job: Job) -> None:
         """Queue a job.
@@ -124,23 +194,43 @@ class JobRunner:
         if not job.chunks:
             raise ValueError(f"a job has at least one chunk: job_id={job.job_id}")
         num_chunks = len(job.chunks)
-        running = _Running(job, self._clock.monotonic(), [None] * num_chunks, num_chunks)
+        running = _Running(
+            job,
+            self._clock.monotonic(),
+            [None] * num_chunks,
+            bytearray(num_chunks),
+            sum(len(chunk.buffer) for chunk in job.chunks),
+            num_chunks,
+        )
         refused: Sequence[int] = ()
         with self._changed:
             if self._closed:
                 raise ClosedError(f"the tier is closed: tier={self._work.name}")
             self._unfinished += 1
+            deadline_s = running.submitted_s + job.deadline_s
+            self._first_deadline_s = min(self._first_deadline_s, deadline_s)
             if job.direction is Direction.TOUCH:
-                self._reads.append((running, 0))
+                self._touches.append(running)
             elif job.direction is Direction.READ:
-                self._reads.extend((running, idx) for idx in range(num_chunks))
+                self._take_seats(running)
             else:
-                admitted = self._admit(job.chunks)
-                self._writes.extend((running, idx) for idx in range(admitted))
-                refused = range(admitted, num_chunks)
+                refused = range(self._admit(job.chunks), num_chunks)
+                for idx in refused:
+                    running.take(idx)
+                if running.waiting:
+                    self._writes.append(running)
             self._changed.notify(num_chunks)
         for idx in refused:
             self._end_chunk(running, idx, ChunkResult(Outcome.FULL, Reason.QUEUE_FULL))
+
+    def _take_seats(self, running: _Running) -> None:
+        for idx, chunk in enumerate(running.job.chunks):
+            seats = self._seats.setdefault(chunk.key, [])
+            if seats and seats[0][0].taken[seats[0][1]]:
+                running.take(idx)  # it is being read just now
+            seats.append((running, idx))
+        if running.waiting:
+            self._reads.append(running)
 
     def _admit(self, chunks: Sequence[Chunk]) -> int:
         # The beginning of a prefix is of use without its end, so the end is what is refused.
@@ -166,59 +256,163 @@ class JobRunner:
 
     def poll(self) -> list[JobResult]:
         """The jobs that ended since the last call; never waits."""
+        self._give_up_late(self._clock.monotonic())
         finished = []
         while self._finished:
             finished.append(self._finished.popleft())
         return finished
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every submitted job has ended; False if that took longer."""
+        """Wait until every submitted job has ended, and what follows it; False if that took
+        longer.
+        """
         with self._changed:
-            return self._changed.wait_for(lambda: self._unfinished == 0, timeout_s)
+            return self._changed.wait_for(
+                lambda: not self._unfinished and not self._under_way, timeout_s
+            )
 
-    def close(self) -> None:
-        """Give up what has not begun, wait for what has, stop the threads."""
+    def close(self) -> bool:
+        """Give up what has not begun, wait for what has, stop the threads.
+
+        Returns:
+            Whether all threads have stopped. One whose system call does not return is left
+            behind after ten seconds; its job is never reported, since its buffers are in use.
+        """
         with self._changed:
             self._closed = True
-            waiting = [*self._reads, *self._writes]
-            self._reads.clear()
-            self._writes.clear()
             self._changed.notify_all()
-        for running, idx in waiting:
-            result = self._given_up(running, Reason.CLOSED)
-            for chunk_idx in self._indices(running, idx):
-                self._end_chunk(running, chunk_idx, result)
+        self._give_up(Reason.CLOSED, None)
+        give_up_s = self._clock.monotonic() + _CLOSE_WAIT_S
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join()
+                thread.join(max(0.01, give_up_s - self._clock.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
-    def _run_queue(self, writes_first: bool) -> None:
-        while (taken := self._take(writes_first)) is not None:
-            if not isinstance(taken, tuple):
-                self._run_errand(taken)
+    def _give_up_late(self, now_s: float) -> None:
+        if now_s > self._first_deadline_s:
+            self._give_up(Reason.DEADLINE, now_s)
+
+    def _give_up(self, reason: Reason, now_s: float | None) -> None:
+        """Give up what no thread has taken: of every job, or of those overdue at ``now_s``."""
+        given_up: list[_Seat] = []
+        with self._changed:
+            for queue in (self._reads, self._writes, self._touches):
+                late = [run for run in queue if now_s is None or run.overdue(now_s)]
+                for running in late:
+                    queue.remove(running)
+                    for idx in range(running.next_idx, len(running.taken)):
+                        if not running.taken[idx]:
+                            given_up.append((running, idx))
+                            self._leave_seat(running, idx)
+                            running.take(idx)
+            joined = self._leave_hung(now_s)
+            given_up += joined
+            waiting = [*self._reads, *self._writes, *self._touches]
+            waiting += [seat[0] for seats in self._seats.values() for seat in seats[1:]]
+            waiting += [seat[0] for joined in self._writing.values() for seat in joined]
+            self._first_deadline_s = min(
+                (running.submitted_s + running.job.deadline_s for running in waiting),
+                default=math.inf,
+            )
+        for running, idx in given_up:
+            outcome = _GIVEN_UP[running.job.direction]
+            self._end_chunk(running, idx, ChunkResult(outcome, reason))
+
+    def _leave_hung(self, now_s: float | None) -> list[_Seat]:
+        """Chunks that wait for what another job has under way: nobody has their buffers."""
+        left: list[_Seat] = []
+        for joined in self._writing.values():
+            late = [seat for seat in joined if now_s is None or seat[0].overdue(now_s)]
+            left += late
+            joined[:] = [seat for seat in joined if seat not in late]
+        for seats in self._seats.values():
+            if len(seats) > 1 and seats[0][0].taken[seats[0][1]]:
+                late = [seat for seat in seats[1:] if now_s is None or seat[0].overdue(now_s)]
+                left += late
+                seats[1:] = [seat for seat in seats[1:] if seat not in late]
+        return left
+
+    def _leave_seat(self, running: _Running, idx: int) -> None:
+        if running.job.direction is Direction.READ:
+            key = running.job.chunks[idx].key
+            seats = self._seats[key]
+            seats.remove((running, idx))
+            if not seats:
+                del self._seats[key]
+
+    # The threads' side.
+
+    def _run_queues(self, thread_idx: int, writes_first: bool) -> None:
+        while (taken := self._take(thread_idx, writes_first)) is not None:
+            if isinstance(taken, tuple):
+                running, idxs = taken
+                results = self._run(running.job, idxs)
+                with self._changed:
+                    begun = self._under_way.get(thread_idx)
+                    if begun is not None:
+                        took_s = self._clock.monotonic() - begun[1]
+                        running.slowest_s = max(running.slowest_s, took_s)
+                for idx, result in zip(idxs, results, strict=True):
+                    self._serve(running, idx, result)
+                self._run_aside(thread_idx, self._work.settle)
+            else:
+                self._run_aside(thread_idx, taken)
                 with self._changed:
                     self._unfinished -= 1
                     self._changed.notify_all()
-                continue
-            running, idx = taken
-            indices = self._indices(running, idx)
-            if self._clock.monotonic() - running.submitted_s > running.job.deadline_s:
-                results = [self._given_up(running, Reason.DEADLINE)] * len(indices)
-            else:
-                results = self._run(running.job, indices)
-            for chunk_idx, result in zip(indices, results, strict=True):
-                self._end_chunk(running, chunk_idx, result)
 
-    def _run(self, job: Job, indices: Sequence[int]) -> list[ChunkResult]:
+    def _serve(self, running: _Running, idx: int, result: ChunkResult) -> None:
+        """Give a chunk's result to its job, and to others that wait for the same read."""
+        chunk = running.job.chunks[idx]
+        others: list[_Seat] = []
+        if running.job.direction is Direction.READ:
+            with self._changed:
+                others = self._seats.pop(chunk.key)[1:]
+        elif running.job.direction is Direction.WRITE:
+            with self._changed:
+                joined = self._writing.pop(chunk.key)
+            for other, other_idx in joined:
+                done = result.outcome is Outcome.DONE
+                self._end_chunk(other, other_idx, ALREADY_THERE if done else result)
+        # Others first: once it is reported, the buffer that they copy from is its owner's again.
+        for other, other_idx in others:
+            copied = self._copy(chunk, other.job.chunks[other_idx], result)
+            if copied == DONE:
+                self._metrics.add("joined_reads", (self._work.name,))
+            self._end_chunk(other, other_idx, copied)
+        self._end_chunk(running, idx, result)
+
+    @staticmethod
+    def _copy(source: Chunk, target: Chunk, result: ChunkResult) -> ChunkResult:
+        if len(source.buffer) != len(target.buffer):
+            return ChunkResult(Outcome.MISS, Reason.LAYOUT)
+        if result != DONE:
+            return result
+        np.copyto(np.frombuffer(target.buffer, np.uint8), np.frombuffer(source.buffer, np.uint8))
+        # As for any read: what counts is what has arrived at the destination.
+        if payload_checksum(target.buffer) != payload_checksum(source.buffer):
+            return ChunkResult(Outcome.MISS, Reason.CHECKSUM)
+        return result
+
+    def _run(self, job: Job, idxs: Sequence[int]) -> Sequence[ChunkResult]:
         try:
             if job.direction is not Direction.TOUCH:
-                return [self._work.run_chunk(job.direction, job.chunks[idx]) for idx in indices]
+                return self._work.run_batch(job.direction, [job.chunks[idx] for idx in idxs])
             found = self._work.use([chunk.key for chunk in job.chunks])
             absent = ChunkResult(Outcome.MISS, Reason.ABSENT)
             return [DONE if here else absent for here in found]
         except Exception:  # counted: the result's reason is INTERNAL
             logger.exception("a job failed in an unforeseen way: tier=%s", self._work.name)
-            return [ChunkResult(Outcome.FAILED, Reason.INTERNAL)] * len(indices)
+            return [ChunkResult(Outcome.FAILED, Reason.INTERNAL)] * len(idxs)
+
+    def _run_aside(self, thread_idx: int, errand: Callable[[], None]) -> None:
+        """What is nobody's job may hang as well, and holds up those that come."""
+        with self._changed:
+            self._under_way[thread_idx] = (_NO_JOB, self._clock.monotonic())
+        self._run_errand(errand)
+        with self._changed:
+            self._under_way.pop(thread_idx, None)
+            self._changed.notify_all()
 
     def _run_errand(self, errand: Callable[[], None]) -> None:
         try:
@@ -230,33 +424,72 @@ class JobRunner:
         logger.exception("an unforeseen error: tier=%s where=%s", self._work.name, where)
         self._metrics.add("internal_errors", (where,))
 
-    def _take(self, writes_first: bool) -> tuple[_Running, int] | Callable[[], None] | None:
+    def _take(
+        self, thread_idx: int, writes_first: bool
+    ) -> tuple[_Running, Sequence[int]] | Callable[[], None] | None:
         # Errands go after reads, which somebody waits for; but never behind an endless stream
         # of them, so the threads that look at writes first, or the only thread, take them first.
         errands_first = writes_first or len(self._threads) == 1
-        first, second = (self._writes, self._reads) if writes_first else (self._reads, self._writes)
-        with self._changed:
-            while True:
-                if self._errands and (errands_first or not first):
+        while True:
+            self._give_up_late(self._clock.monotonic())
+            with self._changed:
+                if self._touches:
+                    running = self._touches.popleft()
+                    return running, range(len(running.job.chunks))
+                queues = (
+                    (self._writes, self._reads) if writes_first else (self._reads, self._writes)
+                )
+                if self._errands and (errands_first or not queues[0]):
                     return self._errands.popleft()
-                if first:
-                    return first.popleft()
-                if second:
-                    return second.popleft()
+                now_s = self._clock.monotonic()
+                for queue in queues:
+                    while queue:
+                        running = self._next(queue, now_s)
+                        idxs = self._take_batch(queue, running)
+                        if idxs:  # else others do all of it already
+                            self._under_way[thread_idx] = (running.job.job_id, now_s)
+                            return running, idxs
                 if self._closed:
                     return None
                 self._changed.wait()
 
-    @staticmethod
-    def _indices(running: _Running, idx: int) -> Sequence[int]:
-        # A TOUCH is one unit of work, the other jobs are one unit per chunk.
-        if running.job.direction is Direction.TOUCH:
-            return range(len(running.job.chunks))
-        return (idx,)
+    def _next(self, queue: list[_Running], now_s: float) -> _Running:
+        if queue is self._writes or now_s - queue[0].submitted_s > _PATIENCE_S:
+            return queue[0]
+        return min(queue, key=lambda running: running.waiting_bytes)
 
-    @staticmethod
-    def _given_up(running: _Running, reason: Reason) -> ChunkResult:
-        return ChunkResult(_GIVEN_UP[running.job.direction], reason)
+    def _take_batch(self, queue: list[_Running], running: _Running) -> list[int]:
+        idxs: list[int] = []
+        batch_bytes = 0
+        chunks = running.job.chunks
+        while running.waiting and len(idxs) < _BATCH_CHUNKS:
+            idx = running.next_idx
+            batch_bytes += len(chunks[idx].buffer)
+            if idxs and batch_bytes > _BATCH_BYTES:
+                break
+            if queue is self._reads:
+                idxs.append(idx)
+                self._take_with_others(running, idx)
+                continue
+            running.take(idx)
+            key = chunks[idx].key
+            if key in self._writing:  # somebody is at it: what becomes of that, becomes of this
+                self._writing[key].append((running, idx))
+            else:
+                self._writing[key] = []
+                idxs.append(idx)
+        if not running.waiting:
+            queue.remove(running)
+        return idxs
+
+    def _take_with_others(self, running: _Running, idx: int) -> None:
+        seats = self._seats[running.job.chunks[idx].key]
+        seats.remove((running, idx))
+        seats.insert(0, (running, idx))  # the first seat reads, the others are served from it
+        for other, other_idx in seats:
+            other.take(other_idx)
+            if not other.waiting and other is not running and other in self._reads:
+                self._reads.remove(other)
 
     def _end_chunk(self, running: _Running, idx: int, result: ChunkResult) -> None:
         job, chunk = running.job, running.job.chunks[idx]
@@ -276,15 +509,23 @@ class JobRunner:
         results = tuple(result for result in running.results if result is not None)
         if job.direction is not Direction.TOUCH:
             # Only the whole job knows the order of the prefix: its chunks end in any order.
-            done = zip(job.chunks, results, strict=True)
+            done = [
+                chunk.key
+                for chunk, result in zip(job.chunks, results, strict=True)
+                if result.outcome is Outcome.DONE
+            ]
             try:
-                self._work.use([chunk.key for chunk, r in done if r.outcome is Outcome.DONE])
+                if done:
+                    self._work.use(done)
             except Exception:  # counted as internal_errors
                 self._count_internal_error("use")
         name = self._work.name
         tiers = tuple(name if r.outcome is Outcome.DONE else "" for r in results)
         elapsed_s = self._clock.monotonic() - running.submitted_s
-        ended = JobResult(job.job_id, job.direction, results, running.moved_bytes, elapsed_s, tiers)
+        ended = JobResult(
+            job.job_id, job.direction, results, running.moved_bytes, elapsed_s, tiers,
+            running.slowest_s,
+        )  # fmt: skip
         with self._changed:
             self._finished.append(ended)
             self._unfinished -= 1

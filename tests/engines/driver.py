@@ -9,6 +9,7 @@ import json
 import logging
 import socket
 import sys
+import threading
 import time
 from typing import Any
 
@@ -20,6 +21,8 @@ class Driver:
         self.llm: Any = None
         self.timings: dict[str, list[float]] = {}
         self.requirements: Any = None
+        self.read_run: Any = None
+        self.released = threading.Event()
 
     def start(self, model: str, transfer: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
         """Start an engine; ``options`` go to vllm.LLM."""
@@ -146,6 +149,22 @@ class Driver:
 
         setattr(store, name, broken)
 
+    def slow_reads(self, seconds: float) -> None:
+        """From now on every read of the drive takes so much longer; below 0: until told else."""
+        from stepwell.tiers import blockio
+
+        if self.read_run is None:
+            self.read_run = blockio.read_run
+        self.released.set()  # those that wait go on
+        self.released = threading.Event()
+        released, real = self.released, self.read_run
+
+        def slow(*args: Any) -> Any:
+            released.wait(None if seconds < 0 else seconds)
+            return real(*args)
+
+        blockio.read_run = slow if seconds else real
+
     def timings_s(self) -> dict[str, list[float]]:
         """What `time_calls` noted, in seconds."""
         return self.timings
@@ -160,6 +179,8 @@ class Driver:
         from vllm.distributed import cleanup_dist_env_and_memory
         from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
+        if self.read_run is not None:
+            self.slow_reads(0)
         if self.llm is not None:
             self.llm.llm_engine.engine_core.shutdown()
         # Also after a start that failed: vLLM's worker keeps its connector in a global, and the

@@ -10,11 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from stepwell.core.keys import Key
+from stepwell.core.record import Header
 from stepwell.engines.vllm_args import kv_transfer_config
 from stepwell.ops.shm import SHM_DIR, find_abandoned
+from stepwell.tiers.directory import StoreDirectory
+from stepwell.tiers.journal import replay
+from stepwell.tiers.slots import slot_of
 
 BLOCK_TOKENS = 128
 
@@ -135,6 +141,38 @@ def prompt(seed: int, num_tokens: int) -> list[int]:
     return [rng.randrange(10, 1000) for _ in range(num_tokens)]
 
 
-def records(path: Path) -> list[Path]:
-    """The record files of a store."""
-    return sorted(path.glob("roots/*/*/*.kv"))
+@dataclass(frozen=True)
+class Record:
+    """Where a record of a store lies."""
+
+    extent: Path
+    offset: int
+    size_bytes: int
+    key: Key
+
+    def read(self) -> bytes:
+        """Its bytes, header and payload."""
+        with open(self.extent, "rb") as file:
+            file.seek(self.offset)
+            return file.read(self.size_bytes)
+
+    def write(self, offset: int, content: bytes) -> None:
+        """Write over a part of it."""
+        with open(self.extent, "r+b") as file:
+            file.seek(self.offset + offset)
+            file.write(content)
+
+
+def records(path: Path) -> list[Record]:
+    """The records of a store that its journal names, in the order of their places."""
+    if not (path / "journal").exists():
+        return []
+    extents = {found.extent_id: found for found in StoreDirectory(path).find_extents()}
+    found = []
+    for place in sorted(replay((path / "journal").read_bytes()).rows["place"].tolist()):
+        extent_id, slot_idx = slot_of(place)
+        extent = extents[extent_id]
+        offset = slot_idx * extent.slot_bytes
+        record = Record(Path(extent.path), offset, extent.slot_bytes, Key(b""))
+        found.append(replace(record, key=Header.unpack(record.read()).key))
+    return found

@@ -1,20 +1,30 @@
 """The pages say what the code does: FORMAT.md's bytes, README's tables, TERMS.md's reasons."""
 
+import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import xxhash
 
 from stepwell.core import record
 from stepwell.core.identity import Identity
-from stepwell.core.keys import Root, make_key
+from stepwell.core.keys import Key, Root, fingerprint, make_key
 from stepwell.core.types import Reason
-from stepwell.metrics import DEFINITIONS
+from stepwell.metrics import DEFINITIONS, GAUGES
 from stepwell.ops import words
-from stepwell.ops.check import DESCRIPTION, PADDING, STRAY, UNREADABLE
+from stepwell.ops.contents import ASIDE_REASONS
+from stepwell.ops.findings import DESCRIPTION, JOURNAL, PADDING, STRAY, UNREADABLE
+from stepwell.policy.endurance import EnduranceState
 from stepwell.settings import Settings, parse_duration, parse_size
+from stepwell.tiers import journal
+from stepwell.tiers.directory import FORMAT as DIRECTORY_FORMAT
 from stepwell.tiers.directory import StoreDirectory
+from stepwell.tiers.journal import Kind
+from stepwell.tiers.slots import BOOKKEEPING_BYTES, place_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMAT = (ROOT / "docs" / "FORMAT.md").read_text(encoding="utf-8")
@@ -35,30 +45,81 @@ def example_header() -> record.Header:
     )
 
 
+EXAMPLE_S = 1_767_225_600
+
+
+def example_row(key: Key, slot_idx: int, used_at_s: int) -> npt.NDArray[np.void]:
+    row = np.zeros(1, journal.ENTRY)
+    row[0] = (fingerprint(key), place_of(3, slot_idx), 0, 0, used_at_s, 0, 0)
+    return row
+
+
+def example_frames() -> list[bytes]:
+    second = make_key(Root(bytes(range(0x20))), bytes(range(0xB0, 0xD4)))
+    return [
+        journal.encode_root(0, Root(bytes(range(0x20)))),
+        journal.encode_wear(EnduranceState(3 << 30, EXAMPLE_S, -(1 << 20), EXAMPLE_S + 3600)),
+        journal.encode_rows(Kind.SNAPSHOT, example_row(EXAMPLE_KEY, 5, EXAMPLE_S)),
+        journal.encode_rows(Kind.PUT, example_row(second, 6, EXAMPLE_S + 60)),
+        journal.encode_touch([place_of(3, 5)], EXAMPLE_S + 120),
+        journal.encode_aside(place_of(3, 6), ASIDE_REASONS.index("checksum")),
+        journal.encode_free([place_of(3, 7)]),
+    ]
+
+
+def section_of(page: str, heading: str) -> str:
+    """What stands below a heading, up to the next one."""
+    assert f"\n{heading}\n" in page, heading
+    return re.split(r"^#", page.partition(f"\n{heading}\n")[2], flags=re.MULTILINE)[0]
+
+
 def rows_of(page: str, heading: str) -> dict[str, list[str]]:
     """The table below a heading: first cell without its backticks -> the other cells."""
-    section = page.partition(f"\n{heading}\n")[2].partition("\n#")[0]
-    rows = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    section = section_of(page, heading)
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")]
     return {row[0].strip(" `"): [cell.strip(" `") for cell in row[1:]] for row in rows[1:]}
 
 
-def test_the_example_of_a_header() -> None:
-    lines = re.findall(r"^([0-9a-f]{8})  ((?:[0-9a-f]{2} +){16})\|(.{16})\|$", FORMAT, re.MULTILINE)
+def dump_of(heading: str) -> bytes:
+    """The bytes of the hexadecimal dump below a heading of FORMAT.md."""
+    pattern = r"^([0-9a-f]{8})  ((?:[0-9a-f]{2} +){16})\|(.{16})\|$"
+    lines = re.findall(pattern, section_of(FORMAT, heading), re.MULTILINE)
     dump = b"".join(bytes.fromhex(text) for _, text, _ in lines)
     assert [int(offset, 16) for offset, _, _ in lines] == list(range(0, len(dump), 16))
+    for offset, _, characters in lines:
+        row = dump[int(offset, 16) :][:16]
+        assert characters == "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
+    return dump
+
+
+def places_of(table: str) -> list[tuple[str, slice]]:
+    """A table of fields without gaps or overlaps: names and bytes."""
+    fields = re.findall(r"^\| (\d+) \| (\d+) \| ([\w ]+) \|", table, re.MULTILINE)
+    end = 0
+    places = []
+    for offset, size, name in fields:
+        assert int(offset) == end, name
+        end += int(size)
+        places.append((name, slice(int(offset), end)))
+    return places
+
+
+def test_the_example_of_a_header() -> None:
+    dump = dump_of("### An example")
     page = example_header().pack()
     assert page[: len(dump)] == dump
     assert not any(page[len(dump) :])
-    for offset, _, characters in lines:
-        row = page[int(offset, 16) :][:16]
-        assert characters == "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
     checksum = xxhash.xxh3_128(EXAMPLE_PAYLOAD).hexdigest()
     assert checksum in FORMAT
 
 
-def test_the_example_of_a_name() -> None:
-    path = StoreDirectory(Path("/kv")).record_path(EXAMPLE_KEY)
-    assert path.removeprefix("/kv/") in re.sub(r"/\n +", "/", FORMAT)
+def test_the_example_of_a_place() -> None:
+    slot_bytes = record.record_bytes(len(EXAMPLE_PAYLOAD))
+    path = StoreDirectory(Path("/kv")).extent_path(3, slot_bytes)
+    section = section_of(FORMAT, "### An example")
+    assert f"`{path.removeprefix('/kv/')}`" in section
+    assert f"byte {5 * slot_bytes} " in section
+    assert f"0x{place_of(3, 5):016x}" in section
 
 
 def test_the_example_of_a_root() -> None:
@@ -67,14 +128,9 @@ def test_the_example_of_a_root() -> None:
 
 
 def test_the_table_of_offsets() -> None:
-    fields = re.findall(r"^\| (\d+) \| (\d+) \| ([\w ]+) \|", FORMAT, re.MULTILINE)
-    end = 0
-    places = {}
-    for offset, size, name in fields:
-        assert int(offset) == end, name
-        end += int(size)
-        places[name] = slice(int(offset), end)
-    assert end == record.HEADER_BYTES
+    fields = places_of(section_of(FORMAT, "### The header"))
+    assert fields[-1][1].stop == record.HEADER_BYTES
+    places = dict(fields)
     header = example_header()
     page = header.pack()
     assert page[places["magic"]] == record.MAGIC
@@ -93,6 +149,96 @@ def test_the_table_of_offsets() -> None:
         assert int.from_bytes(page[places[name]], "little") == value, name
 
 
+def test_the_example_of_a_journal() -> None:
+    """The dump, what each frame is said to be, and what a reader makes of all of them."""
+    dump = dump_of("### An example of a journal")
+    frames = example_frames()
+    assert dump[16:] == b"".join(frames)
+    section = section_of(FORMAT, "### An example of a journal")
+    offset, expected = 16, {"0x00": "the header"}
+    for frame in frames:
+        expected[f"0x{offset:02x}"] = Kind(int.from_bytes(frame[:2], "little")).name
+        offset += len(frame)
+    said = rows_of(FORMAT, "### An example of a journal")
+    assert {at: cells[0] for at, cells in said.items()} == expected
+    image = journal.replay(dump)
+    assert image.valid_bytes == len(dump)
+    (row,) = image.rows.tolist()
+    assert row == (fingerprint(EXAMPLE_KEY), place_of(3, 5), 0, 0, EXAMPLE_S + 120, 0, 0)
+    assert f"{fingerprint(EXAMPLE_KEY):016x}" in section
+    assert image.aside == {place_of(3, 6): 1}
+    assert image.wear == EnduranceState(3 << 30, EXAMPLE_S, -(1 << 20), EXAMPLE_S + 3600)
+
+
+def test_the_tables_of_a_journal() -> None:
+    dump = dump_of("### An example of a journal")
+    head = dict(places_of(section_of(FORMAT, "### The journal's header")))
+    assert dump[head["magic"]] == journal.MAGIC
+    assert int.from_bytes(dump[head["version"]], "little") == journal.VERSION
+    assert f"{int.from_bytes(dump[head['CRC']], 'little'):08x}" in FORMAT
+    frames, _, entries = section_of(FORMAT, "### Frames").partition("An entry of SNAPSHOT and PUT")
+    fields = dict(places_of(frames))
+    assert list(fields) == ["kind", "check", "count", "CRC"]
+    columns = places_of(entries)
+    assert [(each.start, each.stop - each.start) for _, each in columns] == [
+        (journal.ENTRY.fields[name][1], journal.ENTRY.fields[name][0].itemsize)
+        for name in journal.ENTRY.names
+    ]
+    kinds = re.findall(r"^\| (\d) \| ([A-Z]+) \| (\d+) \|", frames, re.MULTILINE)
+    assert [(int(number), name) for number, name, _ in kinds] == [
+        (kind.value, kind.name) for kind in Kind
+    ]
+    sizes = {int(number): int(size) for number, _, size in kinds}
+    for frame in example_frames():
+        kind, count = (int.from_bytes(frame[fields[name]], "little") for name in ("kind", "count"))
+        assert len(frame) == 12 + count * sizes[kind], Kind(kind).name
+
+
+def test_numbers_of_the_format() -> None:
+    assert FORMAT.startswith(f"# The format on storage, version {DIRECTORY_FORMAT}\n")
+    assert f'{{"format": {DIRECTORY_FORMAT}}}' in FORMAT
+    assert f" {BOOKKEEPING_BYTES} bytes more for each of their slots" in FORMAT
+    said = re.search(r"\*\*Reasons\*\* of ASIDE: ([^.]+)\.", FORMAT)
+    assert said is not None
+    numbers = re.findall(r"(\d) `?(\w+)", said[1])
+    assert [(int(number), reason) for number, reason in numbers] == list(enumerate(ASIDE_REASONS))
+
+
+def golden_maker() -> ModuleType:
+    path = ROOT / "tests" / "golden" / "make.py"
+    spec = importlib.util.spec_from_file_location("golden_make", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MAKER = golden_maker()
+
+
+@pytest.mark.parametrize("name", sorted(MAKER.JOURNALS))
+def test_golden_journals_stay_readable(name: str) -> None:
+    content = (ROOT / "tests" / "golden" / name).read_bytes()
+    expected = MAKER.JOURNALS[name]
+    image = journal.replay(content)
+    assert image.valid_bytes == len(content)
+    names = ["tag", "place", "root", "used_at_s", "expires_at_s"]
+    assert image.rows[names].tolist() == expected["rows"]
+    assert image.roots == expected["roots"]
+    assert image.aside == expected["aside"]
+    assert image.wear == EnduranceState(*expected["wear"])
+    for length in range(16, len(content)):  # and so does all that an append left whole
+        assert journal.replay(content[:length]).valid_bytes <= length
+
+
+def test_every_golden_journal_is_compared() -> None:
+    """And it is still what its maker, who knows nothing of this package, would write."""
+    folder = ROOT / "tests" / "golden"
+    assert sorted(path.name for path in folder.glob("*.bin")) == sorted(MAKER.JOURNALS)
+    assert (folder / "journal-v1.bin").read_bytes() == MAKER.journal_of()
+
+
 def test_the_table_of_settings() -> None:
     rows = rows_of(README, "## Settings")
     known = Settings.keys()
@@ -103,20 +249,23 @@ def test_the_table_of_settings() -> None:
         if unit == "size" and default != "needed":
             assert parse_size(default, name) == getattr(settings, f"{name}_bytes"), name
         elif unit == "time":
-            assert parse_duration(default, name) == getattr(settings, f"{name}_s"), name
-    assert rows["io_threads"][1] == str(settings.io_threads)
-    assert rows["if_incompatible"][1] == settings.if_incompatible
+            length_s = 0.0 if default == "none" else parse_duration(default, name)
+            assert length_s == getattr(settings, f"{name}_s"), name
+        elif unit == "number":
+            assert float(default) == getattr(settings, name), name
+        elif unit == "word":
+            assert default == getattr(settings, name), name
 
 
 def test_the_table_of_metrics() -> None:
     rows = rows_of(README, "## Metrics")
-    expected = {f"vllm:stepwell_{each.name}": each.labels for each in DEFINITIONS}
-    expected["vllm:stepwell_used_bytes"] = ("tier",)
+    expected = {f"vllm:stepwell_{each.name}": each.labels for each in (*DEFINITIONS, *GAUGES)}
     assert {name: tuple(re.findall(r"\w+", cells[0])) for name, cells in rows.items()} == expected
 
 
 @pytest.mark.parametrize(
-    "reason", [*(each.value for each in Reason if each), DESCRIPTION, PADDING, STRAY, UNREADABLE]
+    "reason",
+    [*filter(None, Reason), DESCRIPTION, JOURNAL, PADDING, STRAY, UNREADABLE],
 )
 def test_reasons_are_explained(reason: str) -> None:
     assert f"`{reason}`" in TERMS
@@ -124,7 +273,8 @@ def test_reasons_are_explained(reason: str) -> None:
 
 def test_every_reason_of_a_check_has_words() -> None:
     for reason in ("checksum", "header", "identity", "truncated", "layout", "not_a_file",
-                   "io_error", DESCRIPTION, PADDING, STRAY, UNREADABLE):  # fmt: skip
+                   "io_error", DESCRIPTION, JOURNAL, PADDING, STRAY,
+                   UNREADABLE):  # fmt: skip
         assert words.reason_words(reason)
 
 

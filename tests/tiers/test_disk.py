@@ -1,21 +1,20 @@
-"""The disk tier: the contract, opening, and what is its own."""
+"""The disk tier: the contract, a state machine, and the same through the page cache."""
 
 import contextlib
 from collections.abc import Iterator
 
 import pytest
 
-from stepwell.core.record import record_bytes
 from stepwell.testing import TierContract, tier_machine
-from stepwell.tiers import disk
+from stepwell.tiers import blockio, drive
 from stepwell.tiers.base import TierContext
-from stepwell.tiers.disk import DiskTier
+from stepwell.tiers.disk import DiskTier, slot_cost_bytes
 
 from .stalling import stalled_calls
 
 
 class TestDiskTier(TierContract):
-    """One file per record, found again after a restart."""
+    """Slots in extents, found again after a restart."""
 
     persistent = True
 
@@ -30,16 +29,16 @@ class TestDiskTier(TierContract):
         return tier.used_bytes
 
     def size_of(self, payload_bytes: int) -> int:
-        return record_bytes(payload_bytes)
+        return slot_cost_bytes(payload_bytes)
 
     @contextlib.contextmanager
     def stalled(self) -> Iterator[None]:
-        with stalled_calls(disk, "write_record", "read_record"):
+        with stalled_calls(blockio, "write_run", "read_run"):
             yield
 
 
 TestDiskMachine = tier_machine(
-    lambda context, place: DiskTier(place, 12 * record_bytes(5000), context), persistent=True
+    lambda context, place: DiskTier(place, 24 * slot_cost_bytes(5000), context), persistent=True
 ).TestCase
 
 
@@ -48,4 +47,4 @@ class TestDiskTierThroughThePageCache(TestDiskTier):
 
     @pytest.fixture(autouse=True)
     def _no_direct_io(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(disk, "probe_direct", lambda _: False)
+        monkeypatch.setattr(drive, "probe_direct", lambda _: False)

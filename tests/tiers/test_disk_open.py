@@ -13,8 +13,8 @@ import pytest
 from stepwell.core.types import ChunkResult, Outcome
 from stepwell.errors import ConfigError
 from stepwell.testing import key_of, payload_of
-from stepwell.tiers import disk
-from stepwell.tiers.directory import StoreDirectory
+from stepwell.tiers import drive
+from stepwell.tiers.directory import FORMAT, StoreDirectory
 
 from .conftest import DiskPlace
 
@@ -32,11 +32,12 @@ time.sleep(60)
 
 
 def refused(place: DiskPlace, **settings: object) -> str:
-    """The message of the refusal: one line that ends in the path; no thread is left."""
-    before = threading.active_count()
+    """The message of the refusal: one line that ends in the path; no thread or file is left."""
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError) as caught:
         place.open(**settings)
-    assert threading.active_count() == before
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == files
     message = str(caught.value)
     assert "\n" not in message
     assert f"path={place.path}" in message
@@ -46,9 +47,9 @@ def refused(place: DiskPlace, **settings: object) -> str:
 def test_a_new_directory_is_made_with_its_parents(place: DiskPlace) -> None:
     place.path = place.path / "a" / "b"
     place.open().write([key_of("x")])
-    assert json.loads((place.path / "stepwell.json").read_text()) == {"format": 1}
+    assert json.loads((place.path / "stepwell.json").read_text()) == {"format": FORMAT}
     assert sorted(os.listdir(place.path)) == [
-        "LOCK", "partial", "quarantine", "roots", "stepwell.json"
+        "LOCK", "extents", "journal", "partial", "roots", "stepwell.json"
     ]  # fmt: skip
 
 
@@ -88,8 +89,8 @@ def test_a_directory_of_somebody_else(place: DiskPlace) -> None:
         ("[]", "another version"),
         ('"format"', "another version"),
         ("{}", "another version"),
-        ('{"format": 2}', "format=2"),
-        ('{"format": "1"}', "another version"),
+        (f'{{"format": {FORMAT + 1}}}', f"format={FORMAT + 1}"),
+        (f'{{"format": "{FORMAT}"}}', "another version"),
     ],
 )
 def test_a_marker_that_is_not_ours(place: DiskPlace, marker: str, words: str) -> None:
@@ -100,8 +101,21 @@ def test_a_marker_that_is_not_ours(place: DiskPlace, marker: str, words: str) ->
     assert words in refused(place)
     with pytest.raises(ConfigError):
         StoreDirectory(place.path).open_to_read()
-    (place.path / "stepwell.json").write_text('{"format": 1}')
+    (place.path / "stepwell.json").write_text(f'{{"format": {FORMAT}}}')
     assert place.open().present([key_of("x")]) == [True]
+
+
+def test_a_store_of_the_first_format(place: DiskPlace) -> None:
+    """A file per record, as written by 0.1: refused with both numbers, and left as it is."""
+    record = place.path / "roots" / ("01" * 32) / "a0" / f"{'a0' * 32}.kv"
+    record.parent.mkdir(parents=True)
+    record.write_bytes(b"a record")
+    (place.path / "stepwell.json").write_text('{"format": 1}\n')
+    message = refused(place)
+    assert "format=1" in message
+    assert f"known_format={FORMAT}" in message
+    assert record.read_bytes() == b"a record"
+    assert sorted(os.listdir(place.path)) == ["roots", "stepwell.json"]
 
 
 def test_a_marker_in_another_encoding(place: DiskPlace) -> None:
@@ -122,10 +136,10 @@ def test_a_store_without_its_marker_is_refused(place: DiskPlace) -> None:
     place.close()
     (place.path / "stepwell.json").unlink()
     assert "no Stepwell store" in refused(place)
-    assert place.record(key_of("x")).exists()
+    assert place.slot_of(key_of("x")).read()
 
 
-@pytest.mark.parametrize("name", ["LOCK", "roots", "partial", "quarantine"])
+@pytest.mark.parametrize("name", ["LOCK", "roots", "partial", "extents"])
 def test_something_in_the_way_of_what_is_ours(place: DiskPlace, name: str) -> None:
     place.open()
     place.close()
@@ -145,6 +159,12 @@ def test_a_capacity_larger_than_the_file_system(place: DiskPlace) -> None:
     place.close()
     assert "capacity=" in refused(place, capacity_bytes=total_bytes - 100, min_free_bytes=101)
     place.open(capacity_bytes=total_bytes - 100, min_free_bytes=100)
+
+
+def test_an_unknown_policy(place: DiskPlace) -> None:
+    with pytest.raises(ConfigError, match="no such eviction policy"):
+        place.open(policy="belady")
+    place.open()
 
 
 def test_a_store_that_another_process_holds(place: DiskPlace) -> None:
@@ -172,6 +192,19 @@ def test_a_store_that_this_process_holds(place: DiskPlace) -> None:
     place.open()
     other = DiskPlace(place.path)
     assert f"pid={os.getpid()}" in refused(other)
+
+
+def test_a_refused_second_owner_harms_nothing(place: DiskPlace) -> None:
+    """The first goes on, and what it wrote is there."""
+    driver = place.open()
+    keys = [key_of(idx) for idx in range(4)]
+    driver.write(keys[:2])
+    before = sorted(path.relative_to(place.path) for path in place.files())
+    refused(DiskPlace(place.path))
+    assert sorted(path.relative_to(place.path) for path in place.files()) == before
+    driver.write(keys[2:])
+    assert driver.read(keys)[0].done
+    assert place.open().present(keys) == [True] * 4
 
 
 def test_asking_for_the_owner_is_not_owning(place: DiskPlace) -> None:
@@ -229,15 +262,50 @@ def test_reading_a_store_needs_one(place: DiskPlace) -> None:
 def test_without_direct_io_a_warning_says_so(
     place: DiskPlace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(disk, "probe_direct", lambda _: False)
+    monkeypatch.setattr(drive, "probe_direct", lambda _: False)
     driver = place.open()
     assert f"O_DIRECT does not work here, going through the page cache: path={place.path}" in (
         caplog.text
     )
-    assert isinstance(driver.tier, disk.DiskTier)
-    assert not driver.tier.direct
+    assert place.tier is not None
+    assert not place.tier.direct
     driver.write([key_of("x")])
     assert driver.read([key_of("x")])[1] == [payload_of(key_of("x"), driver.payload_bytes)]
+
+
+def test_a_file_that_cannot_be_opened_leaves_no_other_open(
+    place: DiskPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many extents one could not be opened: the start failed, and the others, and the journal,
+    stayed open for as long as the process lived."""
+    place.open(64).write([key_of(idx) for idx in range(64)])
+    place.close()
+    paths = [extent.path for extent in place.extents()]
+    assert len(paths) > 2
+    real = os.open
+
+    def fail(path: str, *args: int, **kwargs: int) -> int:
+        if path == paths[-1]:
+            raise OSError(5, "Input/output error")
+        return real(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        assert "Input/output error" in refused(place)
+    assert sum(place.open().present([key_of(idx) for idx in range(64)])) == 64
+
+
+def test_closing_leaves_no_file_open_and_no_thread(place: DiskPlace) -> None:
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for capacity in (64, 8, 64):
+        driver = place.open(capacity)
+        driver.write([key_of(idx) for idx in range(64)])
+        driver.write([key_of("other size")], 50_000)
+        driver.tier.delete([key_of(1)])
+        place.close()
+        place.close()
+        assert len(os.listdir("/proc/self/fd")) == files
+        assert threading.active_count() == threads
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -1,23 +1,32 @@
 """Odd things in a store's directory: no hang, no crash, no lock or thread left behind.
 
-Each of these once hung the start for ever, ended it with a traceback, or kept the lock so that
-the next try was refused by the process itself.
+Each of these hung the start for ever, ended it with a traceback, or kept the lock so that the
+next try was refused by the process itself; in the format before this one, or in this one.
 """
 
 import os
-import shutil
+import resource
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from stepwell.core.types import Direction
 from stepwell.errors import ConfigError
-from stepwell.testing import Driver, key_of
-from stepwell.tiers import jobs
+from stepwell.testing import Driver, key_of, payload_of
+from stepwell.tiers import blockio, journal
 from stepwell.tiers.base import TierContext
 from stepwell.tiers.directory import StoreDirectory
-from stepwell.tiers.disk import DiskTier
+from stepwell.tiers.disk import DiskTier, slot_cost_bytes
+
+from .conftest import DiskPlace, remove_at_once
+from .stalling import stalled_calls
+
+KEYS = [key_of(idx) for idx in range(8)]
 
 
 def deep(path: Path, levels: int = 1500) -> None:
@@ -40,27 +49,199 @@ def open_tier(path: Path) -> DiskTier:
     return DiskTier(path, 64 << 20, TierContext(), num_threads=2)
 
 
+def filled(path: Path) -> None:
+    """A store of two records, closed."""
+    tier = open_tier(path)
+    Driver(tier).write(KEYS[:2])
+    tier.close()
+
+
+OPENER = """
+import sys
+from pathlib import Path
+from stepwell.tiers.base import TierContext
+from stepwell.tiers.disk import DiskTier
+tier = DiskTier(Path(sys.argv[1]), 64 << 20, TierContext(), num_threads=2)
+print(len(tier))
+tier.close()
+"""
+
+
+def opened_elsewhere(path: Path) -> str:
+    """What a process says that opens the store, with little memory and not for ever."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+
+    done = subprocess.run(
+        [sys.executable, "-c", OPENER, str(path)], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, preexec_fn=limit, check=False,
+    )  # fmt: skip
+    return (done.stdout or done.stderr.splitlines()[-1]).strip()
+
+
+def bound_socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # a socket's address is short
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def full_directory(path: Path) -> None:
+    path.mkdir()
+    (path / "notes").write_text("mine")
+
+
+ODD_THINGS: list[tuple[str, Callable[[Path], object]]] = [
+    ("a pipe", os.mkfifo),
+    ("a link to endless zeros", lambda path: path.symlink_to("/dev/zero")),
+    ("a link to itself", lambda path: path.symlink_to(path)),
+    ("a dangling link", lambda path: path.symlink_to("/nowhere/at/all")),
+    ("a socket", bound_socket),
+    ("a directory", lambda path: path.mkdir()),
+    ("a full directory", full_directory),
+]
+odd_things = pytest.mark.parametrize(
+    "odd", [each[1] for each in ODD_THINGS], ids=[each[0] for each in ODD_THINGS]
+)
+
 DESCRIPTIONS: list[tuple[str, Callable[[Path], object]]] = [
     (
         "not a number",
         lambda p: p.write_text('{"identity_version":1,"fields":{"a":NaN},"labels":{}}'),
     ),
     ("nested", lambda p: p.write_text("[" * 200_000)),
-    ("a pipe", os.mkfifo),
-    ("a link to a device", lambda p: p.symlink_to("/dev/zero")),
-    ("a directory", lambda p: p.mkdir()),
     ("huge", lambda p: p.write_bytes(b" " * (2 << 20))),
+    *ODD_THINGS,
 ]
 
 
-@pytest.mark.parametrize("place", [d[1] for d in DESCRIPTIONS], ids=[d[0] for d in DESCRIPTIONS])
-def test_an_odd_description(place: Callable[[Path], object], tmp_path: Path) -> None:
-    open_tier(tmp_path / "kv").close()
-    root = tmp_path / "kv/roots" / ("01" * 32)
-    root.mkdir()
-    place(root / "root.json")
-    assert list(StoreDirectory(tmp_path / "kv").identities().values()) == [None]
-    open_tier(tmp_path / "kv").close()
+@pytest.mark.parametrize("odd", [d[1] for d in DESCRIPTIONS], ids=[d[0] for d in DESCRIPTIONS])
+def test_an_odd_description(odd: Callable[[Path], object], tmp_path: Path) -> None:
+    filled(tmp_path / "kv")
+    odd(tmp_path / "kv/roots" / f"{'01' * 32}.json")
+    assert StoreDirectory(tmp_path / "kv").identities()[b"\x01" * 32] is None  # type: ignore[index]
+    assert opened_elsewhere(tmp_path / "kv") == "2"
+
+
+@odd_things
+def test_something_odd_in_the_journals_place(odd: Callable[[Path], object], tmp_path: Path) -> None:
+    """A pipe was waited for, and a link to endless zeros read until memory was used up."""
+    filled(tmp_path / "kv")
+    (tmp_path / "kv/journal").unlink()
+    odd(tmp_path / "kv/journal")
+    assert opened_elsewhere(tmp_path / "kv") == "2", "the headers say what there is"
+    assert opened_elsewhere(tmp_path / "kv") == "2"
+
+
+def test_a_journal_that_is_a_directory_does_not_wear_out_the_drive(
+    place: DiskPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could not be replaced, so that with every piece of work a whole one was written for
+    nothing."""
+    driver = place.open(64)
+    driver.write(KEYS)
+    place.close()
+    place.journal.unlink()
+    full_directory(place.journal)
+    driver = place.open(64)
+    assert driver.present(KEYS) == [True] * 8
+    written: list[int] = []
+    real = os.write
+    monkeypatch.setattr(
+        journal.os, "write", lambda fd, data: written.append(len(data)) or real(fd, data)
+    )
+    for _ in range(100):
+        driver.read(KEYS[:1])
+    assert sum(written) < 100 * 200, "a whole one each time"
+    monkeypatch.undo()
+    assert place.open(64).present(KEYS) == [True] * 8
+
+
+@odd_things
+def test_something_odd_in_an_extents_place(odd: Callable[[Path], object], place: DiskPlace) -> None:
+    """Its records are gone; whatever lies there now is left alone, and nobody stumbles over it."""
+    driver = place.open(8, num_threads=1)
+    driver.write(KEYS)
+    place.close()
+    extents = place.extents()
+    odd_path = Path(extents[-1].path)
+    odd_path.unlink()
+    odd(odd_path)
+    assert opened_elsewhere(place.path) == str(8 - extents[-1].size_bytes // extents[-1].slot_bytes)
+    driver = place.open(8, num_threads=1)
+    assert 0 < sum(driver.present(KEYS)) < 8
+    for _ in range(3):
+        assert {r.outcome for r in driver.write(KEYS)} == {"done"}
+        assert driver.read(KEYS)[0].done
+    place.check_books()
+    assert place.open(8, num_threads=1).present(KEYS) == [True] * 8
+    place.check_books()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "99999999-12288.kv", "9999999999-12288.kv", "2147483648-12288.kv", "4294967295-12288.kv",
+        "0000000001-12288.kv", "00000001-12289.kv", "00000001-0.kv", "00000001-04096.kv",
+        "1-12288.kv", "00000001-12288.KV", "00000001-12288.kv.bak", "00000001.kv", "-1-4096.kv",
+        "00000001-999999999999999.kv", "notes",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("size", [0, 5000, 24_576])
+def test_files_with_odd_names_among_the_extents(place: DiskPlace, name: str, size: int) -> None:
+    """What is no extent of ours is neither counted nor stumbled over, and new extents get numbers
+    under which they are found again."""
+    driver = place.open(8)
+    driver.write(KEYS[:2])
+    place.close()
+    (place.path / "extents" / name).write_bytes(bytes(size))
+    driver = place.open(8)
+    assert driver.present(KEYS[:2]) == [True, True]
+    for _ in range(2):
+        assert {r.outcome for r in driver.write(KEYS)} == {"done"}
+        assert driver.read(KEYS)[0].done
+        driver = place.open(8)
+        assert sum(driver.present(KEYS)) >= 5, "what was written is found again"
+    assert place.tier is not None
+    assert place.tier.used_bytes <= place.tier.allocated_bytes <= place.capacity_bytes
+
+
+def test_two_extents_of_one_number(place: DiskPlace) -> None:
+    """A file shorter than a slot was not entered, its number was given to a new extent of another
+    slot size, and after the next start the records of one were looked for in the other."""
+    driver = place.open(8, num_threads=1)
+    driver.write(KEYS)
+    place.close()
+    for extent in place.extents():
+        os.truncate(extent.path, 1000)
+    driver = place.open(8, num_threads=1)
+    assert driver.present(KEYS) == [False] * 8
+    assert {r.outcome for r in driver.write(KEYS[:2], 20_000)} == {"done"}
+    driver = place.open(8, num_threads=1)
+    assert driver.present(KEYS[:2]) == [True, True]
+    assert driver.read(KEYS[:2], 20_000)[0].done
+    place.check_books()
+
+
+def test_the_number_of_an_extent_is_not_given_again(place: DiskPlace) -> None:
+    """An extent was removed by hand while the store was closed. The journal that still named its
+    records went on; the next extent had the same number, and at the start after that the old
+    records were back in it, as hits of nothing."""
+    driver = place.open(8, num_threads=1)
+    driver.write(KEYS)
+    place.close()
+    for extent in place.extents():
+        os.unlink(extent.path)
+    driver = place.open(8, num_threads=1)
+    assert driver.present(KEYS) == [False] * 8
+    driver.write([key_of("new")])
+    driver = place.open(8, num_threads=1)
+    assert driver.present([*KEYS, key_of("new")]) == [False] * 8 + [True]
+    place.check_books()
 
 
 @pytest.mark.parametrize("name", ["stepwell.json", "LOCK"])
@@ -74,7 +255,7 @@ def test_a_pipe_in_the_place_of_a_file_of_ours(name: str, tmp_path: Path) -> Non
             open_tier(tmp_path / "kv")
 
 
-@pytest.mark.parametrize("folder", ["partial", "quarantine"])
+@pytest.mark.parametrize("folder", ["partial", "extents", "roots"])
 def test_a_deep_directory(folder: str, tmp_path: Path) -> None:
     open_tier(tmp_path / "kv").close()
     place = tmp_path / "kv" / folder / "deep"
@@ -90,24 +271,22 @@ def test_a_deep_directory(folder: str, tmp_path: Path) -> None:
     open_tier(tmp_path / "kv").close()
 
 
-def test_a_deep_directory_in_a_records_place(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "kv")
-    driver = Driver(tier)
-    driver.write([key_of("a"), key_of("b")])
-    record = next((tmp_path / "kv/roots").glob("*/*/*.kv"))
-    record.unlink()
-    deep(record)
-    tier.delete([key_of("a"), key_of("b")])
-    assert tier.drain(30), "the errand's failure ended its thread"
-    assert driver.write([key_of("c")])
-    tier.close()
-    remove_deep(record)
+def test_a_deep_directory_in_a_descriptions_place(tmp_path: Path) -> None:
+    filled(tmp_path / "kv")
+    place = tmp_path / "kv/roots" / f"{'01' * 32}.json"
+    deep(place)
+    try:
+        open_tier(tmp_path / "kv").close()
+    finally:
+        remove_deep(place)
 
 
 def test_a_start_without_enough_threads_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = set(threading.enumerate())
+    """The lock, the extents and the journal stayed open, so that the next try was refused."""
+    filled(tmp_path / "kv")
+    threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     real, started = threading.Thread.start, []
 
     def start(self: threading.Thread) -> None:
@@ -117,17 +296,21 @@ def test_a_start_without_enough_threads_leaves_nothing(
         real(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(jobs.threading.Thread, "start", start)
+        patch.setattr(threading.Thread, "start", start)
         with pytest.raises(RuntimeError):
             DiskTier(tmp_path / "kv", 64 << 20, TierContext(), num_threads=8)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) == threads
+    assert len(os.listdir("/proc/self/fd")) == files
     open_tier(tmp_path / "kv").close()
+
+
+# A store that is taken away while it is open.
 
 
 def test_a_lock_that_was_removed_makes_no_second_owner(tmp_path: Path) -> None:
     first = open_tier(tmp_path / "kv")
     driver = Driver(first)
-    shutil.rmtree(tmp_path / "kv")
+    remove_at_once(tmp_path / "kv")
     assert all(result.outcome == "done" for result in driver.write([key_of("a")]))
     with pytest.raises(ConfigError, match="another process"):
         open_tier(tmp_path / "kv")
@@ -136,7 +319,7 @@ def test_a_lock_that_was_removed_makes_no_second_owner(tmp_path: Path) -> None:
 
 def test_whoever_lost_the_store_writes_no_more(tmp_path: Path) -> None:
     first = open_tier(tmp_path / "kv")
-    shutil.rmtree(tmp_path / "kv")
+    remove_at_once(tmp_path / "kv")
     second = open_tier(tmp_path / "kv")
     assert [r.outcome for r in Driver(first).write([key_of("a")])] == ["failed"]
     assert [r.outcome for r in Driver(second).write([key_of("a")])] == ["done"]
@@ -156,6 +339,78 @@ def test_a_removed_lock_is_taken_again_or_the_store_is_lost(tmp_path: Path) -> N
     (tmp_path / "kv/LOCK").unlink()
     second = open_tier(tmp_path / "kv")
     assert [r.outcome for r in driver.write([key_of("c")])] == ["failed"]
-    assert driver.read([key_of("a")])[0].done, "what is there may still be read"
+    assert driver.read([key_of("b")])[0].done, "what is there may still be read"
     first.close()
     second.close()
+
+
+def test_whoever_lost_the_store_leaves_the_new_owners_files_alone(place: DiskPlace) -> None:
+    """Only LOCK was removed, and another process opened the store. The former owner noticed at
+    its next write, and began anew by removing all extents: the new owner's. It also went on
+    writing to the journal, and wiped what it deleted, in slots that were no longer its own."""
+    driver = place.open(16)
+    driver.write(KEYS[:4])
+    assert place.tier is not None
+    first = place.tier
+    (place.path / "LOCK").unlink()
+    place.tier = None
+    theirs = place.open(16)
+    assert theirs.present(KEYS[:4]) == [True] * 4
+    theirs.write(KEYS[4:])
+    assert {r.outcome for r in driver.write([key_of("lost")])} == {"failed"}
+    driver.read(KEYS[:4])
+    driver.touch(KEYS[:4])
+    first.delete(KEYS[:2])
+    assert first.drain(30)
+    first.close()
+    place.check_books()
+    assert theirs.read(KEYS)[0].done
+    theirs = place.open(16)
+    assert theirs.present(KEYS) == [True] * 8
+    assert theirs.read(KEYS)[0].done
+    place.check_books()
+
+
+def test_a_store_that_is_taken_back_is_begun_anew(place: DiskPlace) -> None:
+    """Another process had it for a while. What that one left is in nobody's books: it is removed,
+    or the store would grow beyond its capacity."""
+    driver = place.open(16)
+    driver.write(KEYS)
+    assert place.tier is not None
+    first = place.tier
+    (place.path / "LOCK").unlink()
+    place.tier = None
+    theirs = place.open(16)
+    theirs.write([key_of(f"theirs {idx}") for idx in range(16)])
+    theirs.write([key_of("large")], 20_000)
+    place.close()
+    place.tier = first
+    for _ in range(2):
+        assert {r.outcome for r in driver.write([key_of(f"n{n}") for n in range(16)])} == {"done"}
+    place.check_books()
+    assert place.lying_bytes() <= 16 * slot_cost_bytes(driver.payload_bytes) + 4096
+
+
+def test_a_store_removed_while_writes_are_in_flight(place: DiskPlace) -> None:
+    """Their extents were never dropped: their part of the capacity was lost until a restart."""
+    driver = place.open(16, num_threads=4)
+    driver.write(KEYS[:4])
+    payload_bytes = driver.payload_bytes
+    with stalled_calls(blockio, "write_run"):
+        chunks = driver.write_chunks({key: payload_of(key, payload_bytes) for key in KEYS[4:6]})
+        first = driver.submit(Direction.WRITE, chunks)
+        driver.wait_until(lambda: len(place.tier.under_way) == 1, "a write that stands still")
+        remove_at_once(place.path)
+        chunks = driver.write_chunks({key: payload_of(key, payload_bytes) for key in KEYS[6:]})
+        second = driver.submit(Direction.WRITE, chunks)
+        driver.wait_until((place.path / "LOCK").exists, "a new beginning")
+    assert driver.wait(second).done
+    driver.wait(first)
+    driver.tier.delete(KEYS[4:6])
+    new = [key_of(f"new {idx}") for idx in range(16)]
+    # Space follows a little later.
+    driver.wait_until(
+        lambda: {r.outcome for r in driver.write(new)} == {"done"} and all(driver.present(new)),
+        "the whole capacity",
+    )
+    place.check_books()

@@ -1,0 +1,78 @@
+"""The report of `stepwell bench index`: configuration, figures, verdicts; JSON for programs."""
+
+from dataclasses import asdict
+from typing import Any
+
+from stepwell.bench.index import IndexResult
+from stepwell.settings import format_bytes
+
+__all__ = ["index_json", "index_text"]
+
+_INDEX_BYTES = 200
+_KEYS_PER_S = 500_000
+
+
+def index_json(result: IndexResult) -> dict[str, object]:
+    """Returns the result as JSON values."""
+    return {
+        "num_chunks": result.num_chunks,
+        "chunk_bytes": result.chunk_bytes,
+        "write_s": result.write_s,
+        "journal_bytes": result.journal_bytes,
+        "index_bytes_per_chunk": result.index_bytes_per_chunk,
+        "journal": asdict(result.journal),
+        "scan": None if result.scan is None else asdict(result.scan),
+        "promises": [
+            {"promise": words, "met": met, "detail": detail}
+            for words, met, detail in _promises(result)
+        ],
+        "configuration": dict(result.configuration),
+    }
+
+
+def index_text(result: IndexResult) -> str:
+    """Returns the report for people."""
+    c: Any = result.configuration
+    path = c["path"]
+    lines = [
+        f"Stepwell {c['stepwell']}, Python {c['python']}, numpy {c['numpy']}, xxhash "
+        f"{c['xxhash']}, {c['kernel']}",
+        f"{c['cpus']} CPU(s) ({c['cpu']}); {path['path']}: {path['file_system']} on "
+        f"{path['device']}, drive {path['drive']}",
+        f"{result.num_chunks} chunks of {format_bytes(result.chunk_bytes)}, written in "
+        f"{result.write_s:.1f} s; the journal has {format_bytes(result.journal_bytes)}",
+        "",
+    ]
+    if result.scan is not None:
+        lines.append(
+            f"without the journal: first hit after {result.scan.first_hit_s:.2f} s, from every "
+            f"record's header (opening {result.scan.open_s:.2f} s)"
+        )
+        lines.append("")
+    for words, met, detail in _promises(result):
+        lines.append(f"{'met' if met else 'NOT MET':<9} {words}: {detail}")
+    return "\n".join(lines)
+
+
+def _promises(result: IndexResult) -> list[tuple[str, bool, str]]:
+    journal = result.journal
+    # In between and beyond the limit grows with the number of chunks.
+    limit_s = max(1.0, 8.0 * result.num_chunks / 1e6)
+    return [
+        (
+            f"index memory <= {_INDEX_BYTES} bytes per chunk",
+            result.index_bytes_per_chunk <= _INDEX_BYTES,
+            f"{result.index_bytes_per_chunk:.0f} bytes, {format_bytes(journal.memory_bytes)} in "
+            f"all",
+        ),
+        (
+            f"lookup >= {_KEYS_PER_S} keys/s, 2048 a call, without I/O",
+            journal.keys_per_s >= _KEYS_PER_S and journal.lookup_syscalls == 0,
+            f"{journal.keys_per_s:,.0f} keys/s, {journal.lookup_syscalls} read system calls",
+        ),
+        (
+            f"first hit after a restart <= {limit_s:g} s, from the journal",
+            journal.first_hit_s <= limit_s,
+            f"{journal.first_hit_s:.2f} s (opening {journal.open_s:.2f} s)",
+        ),
+    ]

@@ -1,0 +1,553 @@
+"""`stepwell bench storage`: the disk tier beside what the drive and the memory can do.
+
+In one run, round by round and in an order that rotates, the same buffers are written and read
+by a plain preallocated file (raw), by the disk tier, and as a file per chunk. Round 0 fills what
+is empty; the rounds after it overwrite, as a store in use does: the raw file in place, the tier by
+evicting the former round's chunks, since its capacity is that of one round.
+
+Nothing is synced within the timing, since the tier does not sync either; after every timed write
+its files are written down, so that nobody pays for another's backlog.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from stepwell.bench import machine
+from stepwell.bench.payloads import Payloads
+from stepwell.bench.progress import Progress
+from stepwell.bench.rawio import (
+    DEPTHS,
+    FILES_AT_ONCE,
+    FilePerChunk,
+    RawFile,
+    Stopwatch,
+    copy_memory,
+    direct_works,
+    hash_memory,
+)
+from stepwell.bench.storage_results import (
+    CHECKSUM,
+    FIRST_FILL,
+    MEMORY_COPY,
+    READ,
+    WRITE,
+    Row,
+    Section,
+    StorageResult,
+    make_row,
+)
+from stepwell.bench.storefiles import drop_page_cache
+from stepwell.bench.workplace import signals_as_exceptions, working_folders
+from stepwell.core.keys import Key, Root, make_key
+from stepwell.core.record import PAGE_BYTES, record_bytes
+from stepwell.core.types import Chunk, ChunkResult, Direction, Job, JobResult, Outcome
+from stepwell.errors import ConfigError, TierError
+from stepwell.settings import format_bytes, parse_path, parse_size
+from stepwell.tiers.base import Tier, TierContext
+from stepwell.tiers.disk import DiskTier
+from stepwell.tiers.striped import StripedTier
+
+__all__ = ["StorageOptions", "StorageTier", "check_options", "open_tier", "run_storage"]
+
+_SLOT_BYTES = 512  # what the tier keeps about a record, beside it
+_SLACK_BYTES = 64 << 20  # for directories and what a file system keeps for itself
+_MEMORY_SHARE = 0.9  # of the memory available that the buffers may take
+_SWEEP_BYTES = 1 << 30  # enough to tell queue depths from each other
+_SWEEP_PASSES = 2
+_POLL_S = 0.005  # an engine polls once per step; polling more often would cost measurable CPU time
+_DEADLINE_S = 24 * 3600.0  # a job may wait for a slow drive
+_STUCK_S = 600.0  # no job reported for so long
+_ROOT = Root(hashlib.sha256(b"stepwell bench storage").digest())
+
+
+@dataclass(frozen=True, slots=True)
+class StorageOptions:
+    """What to measure; texts as people write them.
+
+    Attributes:
+        paths: existing absolute directories, one per drive; a new folder is made in each and
+            removed at the end. None at all is the current directory.
+        chunks: sizes of a chunk, one measurement each.
+        jobs: in flight at the tier, at least 1.
+        chunks_per_job: None is as many as make `jobs` jobs of `size`: one burst.
+        size: what a round moves; memory of that size is taken as well.
+        rounds: after the first fill, at least 1.
+        threads: of the tier.
+    """
+
+    paths: tuple[str, ...] = ()
+    chunks: tuple[str, ...] = ("2MiB", "8MiB")
+    jobs: int = 16
+    chunks_per_job: int | None = None
+    size: str = "4GiB"
+    rounds: int = 3
+    threads: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What one chunk size means: all of it is whole jobs."""
+
+    chunk_bytes: int
+    chunks_per_job: int
+    num_chunks: int
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Of a tier that holds one round and nothing more."""
+        return self.num_chunks * (record_bytes(self.chunk_bytes) + _SLOT_BYTES)
+
+    @property
+    def room_bytes(self) -> int:
+        """On all drives together, for raw file, tier and files."""
+        return 2 * self.num_chunks * self.chunk_bytes + self.capacity_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    paths: tuple[Path, ...]
+    shapes: tuple[_Shape, ...]
+
+
+class StorageTier(Tier, Protocol):
+    """What is used of a tier on drives beyond the interface of all tiers."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether reads and writes go past the page cache."""
+        ...
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no job is running; False if that took longer than ``timeout_s``."""
+        ...
+
+
+class Contender(Protocol):
+    """What is measured: writes and reads all the chunks of one generation at once."""
+
+    name: ClassVar[str]
+    folders: tuple[Path, ...]
+
+    def prepare(self) -> None:
+        """Whatever comes before a write and is not timed."""
+        ...
+
+    def write(self, generation: int) -> Section:
+        """Write all chunks from the buffers."""
+        ...
+
+    def read(self, generation: int) -> Section:
+        """Read all chunks into the buffers."""
+        ...
+
+
+def open_tier(paths: Sequence[Path], capacity_bytes: int, num_threads: int) -> StorageTier:
+    """The tier to measure.
+
+    Args:
+        paths: its directories, one per drive.
+        capacity_bytes: of all of it.
+        num_threads: that read and write.
+
+    Raises:
+        ConfigError: one of them cannot be used; nothing is left open.
+    """
+    context = TierContext()
+    drives: list[DiskTier] = []
+    try:
+        for idx, path in enumerate(paths):
+            drive = DiskTier(
+                path,
+                capacity_bytes // len(paths),
+                context,
+                num_threads=num_threads,
+                # A whole round may be submitted at once.
+                inflight_writes_bytes=max(capacity_bytes, 4 << 30),
+                name=f"disk{idx}",
+            )
+            drives.append(drive)
+    except ConfigError:
+        for drive in drives:
+            drive.close()
+        raise
+    return drives[0] if len(drives) == 1 else _Stripe(drives, context)
+
+
+class _Stripe(StripedTier):
+    """Several drives as one tier, with what the benchmark asks besides."""
+
+    def __init__(self, drives: Sequence[DiskTier], context: TierContext) -> None:
+        super().__init__(drives, context)
+        self._disks = tuple(drives)
+
+    @property
+    def direct(self) -> bool:
+        """Whether all drives are read and written past the page cache."""
+        return all(disk.direct for disk in self._disks)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no drive has a job running; False if that took longer."""
+        return all(disk.drain(timeout_s) for disk in self._disks)
+
+
+def run_storage(options: StorageOptions) -> StorageResult:
+    """Run the whole benchmark; blocks, a minute and more.
+
+    Raises:
+        ConfigError: an option is wrong, or room or memory is missing; nothing was made.
+        TierError: the tier refused or lost a chunk, or hangs.
+        DataError: what was read back is not what was written.
+        OSError: from the file system.
+    """
+    plan = check_options(options)
+    steps_per_shape = _SWEEP_PASSES * len(DEPTHS) + (options.rounds + 1) * 6
+    rows: list[Row] = []
+    with (
+        signals_as_exceptions(),
+        Progress(len(plan.shapes) * steps_per_shape) as progress,
+        working_folders(plan.paths) as folders,
+    ):
+        direct = all(direct_works(folder) for folder in folders)
+        configuration = _configuration(options, plan)
+        tier_direct = True
+        for shape in plan.shapes:
+            run = _ShapeRun(options, shape, folders, direct, progress)
+            rows += run.rows()
+            tier_direct = tier_direct and run.tier_direct
+    return StorageResult(tuple(rows), configuration, direct, tier_direct)
+
+
+def check_options(options: StorageOptions) -> _Plan:
+    """Check all that can be checked before anything is made.
+
+    Raises:
+        ConfigError: one line that says what to change.
+    """
+    numbers = {
+        "jobs": options.jobs,
+        "rounds": options.rounds,
+        "threads": options.threads,
+        "chunks_per_job": 1 if options.chunks_per_job is None else options.chunks_per_job,
+    }
+    for name, value in numbers.items():
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1: {name}={value}")
+    if options.threads > 256:
+        raise ConfigError(f"threads is 1 to 256: threads={options.threads}")
+    shapes = tuple(_shape(options, chunk) for chunk in options.chunks)
+    sizes = [shape.chunk_bytes for shape in shapes]
+    if not shapes or len(set(sizes)) < len(sizes):
+        raise ConfigError(f"chunk sizes must be distinct: chunk={','.join(options.chunks)}")
+    paths = tuple(map(parse_path, options.paths)) or (Path.cwd(),)
+    for path in paths:
+        if not path.is_dir():
+            raise ConfigError(f"the directory does not exist: path={path}")
+    plan = _Plan(paths, shapes)
+    _check_room(plan)
+    _check_memory(plan, options)
+    return plan
+
+
+def _shape(options: StorageOptions, chunk: str) -> _Shape:
+    size_bytes, chunk_bytes = parse_size(options.size, "size"), parse_size(chunk, "chunk")
+    if chunk_bytes < PAGE_BYTES or chunk_bytes % PAGE_BYTES:
+        raise ConfigError(f"chunk is a multiple of 4096 bytes, at least one: chunk={chunk!r}")
+    least_bytes = options.jobs * (options.chunks_per_job or 1) * chunk_bytes
+    if size_bytes < least_bytes:
+        factors = "jobs x chunks-per-job x chunk" if options.chunks_per_job else "jobs x chunk"
+        raise ConfigError(
+            f"size is at least {factors}, {format_bytes(least_bytes)}: size={options.size} "
+            f"jobs={options.jobs} chunk={chunk}"
+        )
+    chunks_per_job = options.chunks_per_job or size_bytes // (options.jobs * chunk_bytes)
+    num_jobs = size_bytes // (chunks_per_job * chunk_bytes)
+    if options.chunks_per_job is None:
+        num_jobs = options.jobs  # the division may leave room for one more
+    return _Shape(chunk_bytes, chunks_per_job, num_jobs * chunks_per_job)
+
+
+def _check_room(plan: _Plan) -> None:
+    share_bytes = max(shape.room_bytes for shape in plan.shapes) // len(plan.paths)
+    needed_bytes: dict[int, int] = {}
+    for path in plan.paths:
+        file_system = path.stat().st_dev
+        needed_bytes[file_system] = needed_bytes.get(file_system, _SLACK_BYTES) + share_bytes
+    for path in plan.paths:
+        status = os.statvfs(path)
+        free_bytes = status.f_bavail * status.f_frsize
+        needed = needed_bytes[path.stat().st_dev]
+        if free_bytes < needed:
+            raise ConfigError(
+                f"not enough room, which is about 3 times size; give a smaller --size or another "
+                f"--path: needed={format_bytes(needed)} free={format_bytes(free_bytes)} "
+                f"path={path}"
+            )
+
+
+def _check_memory(plan: _Plan, options: StorageOptions) -> None:
+    needed_bytes = max(shape.num_chunks * shape.chunk_bytes for shape in plan.shapes)
+    available_bytes = machine.memory_available()
+    if available_bytes and needed_bytes > available_bytes * _MEMORY_SHARE:
+        raise ConfigError(
+            f"not enough memory for buffers of that size; give a smaller --size: "
+            f"size={options.size} available={format_bytes(available_bytes)}"
+        )
+
+
+class _ShapeRun:
+    """One chunk size: choose the raw file's queue depth, then the rounds."""
+
+    def __init__(
+        self,
+        options: StorageOptions,
+        shape: _Shape,
+        folders: Sequence[Path],
+        direct: bool,
+        progress: Progress,
+    ) -> None:
+        self.tier_direct = False
+        self._options = options
+        self._shape = shape
+        self._direct = direct
+        self._progress = progress
+        self._folders = folders
+        self._payloads = Payloads(shape.num_chunks, shape.chunk_bytes)
+
+    def rows(self) -> list[Row]:
+        """Measure; makes its own folders and removes them, so that the next has the room."""
+        self._payloads.fill(0)
+        with self._subfolders("sweep") as folders:
+            depths = self._sweep(folders)
+        with (
+            self._subfolders("raw") as raw_folders,
+            self._subfolders("tier") as tier_folders,
+            self._subfolders("files") as file_folders,
+            RawFile(raw_folders, self._payloads, direct=self._direct) as raw,
+            contextlib.closing(self._open_tier(tier_folders)) as tier,
+        ):
+            self.tier_direct = tier.direct
+            raw.write_depth = _best(depths[Direction.WRITE])
+            raw.read_depth = _best(depths[Direction.READ])
+            contenders: list[Contender] = [
+                raw,
+                _TierContender(tier, tier_folders, self._payloads, self._options, self._shape),
+                FilePerChunk(file_folders, self._payloads, direct=self._direct),
+            ]
+            rounds = [self._round(idx, contenders) for idx in range(self._options.rounds + 1)]
+        return self._rows(rounds, raw, depths)
+
+    def _open_tier(self, folders: Sequence[Path]) -> StorageTier:
+        # Equal parts, each with room for its share of a round.
+        share = -(-self._shape.num_chunks // len(folders))
+        slot_bytes = self._shape.capacity_bytes // self._shape.num_chunks
+        return open_tier(folders, share * slot_bytes * len(folders), self._options.threads)
+
+    def _sweep(self, folders: Sequence[Path]) -> dict[Direction, dict[int, float]]:
+        """Throughput of the raw file by queue depth, the better of two tries: up and down."""
+        num_chunks = min(self._shape.num_chunks, max(1, _SWEEP_BYTES // self._shape.chunk_bytes))
+        found: dict[Direction, dict[int, float]] = {Direction.WRITE: {}, Direction.READ: {}}
+        with RawFile(folders, self._payloads, direct=self._direct, num_chunks=num_chunks) as raw:
+            raw.write(0)  # the first fill is another thing
+            for depth in (*DEPTHS, *reversed(DEPTHS)):
+                self._phase(f"raw file, {depth} at once")
+                raw.write_depth = raw.read_depth = depth
+                for direction in (Direction.WRITE, Direction.READ):
+                    if direction is Direction.WRITE:
+                        section = raw.write(0)
+                        self._settle(raw)
+                    else:
+                        section = raw.read(0)
+                    found[direction][depth] = max(section.gbps, found[direction].get(depth, 0.0))
+                self._progress.step()
+        return found
+
+    def _round(self, idx: int, contenders: Sequence[Contender]) -> dict[str, dict[str, Section]]:
+        """Every contender writes, then every one reads; who comes first rotates."""
+        start = idx % len(contenders)
+        order = [*contenders[start:], *contenders[:start]]
+        when = f"round {idx} of {self._options.rounds}"
+        found: dict[str, dict[str, Section]] = {WRITE: {}, READ: {}}
+        self._phase(when)
+        self._payloads.fill(idx)
+        for contender in order:
+            self._phase(f"{when}: {contender.name} write")
+            contender.prepare()
+            found[WRITE][contender.name] = contender.write(idx)
+            self._settle(contender)
+            self._progress.step()
+        for contender in order:
+            self._phase(f"{when}: {contender.name} read")
+            self._payloads.wipe()
+            found[READ][contender.name] = contender.read(idx)
+            self._payloads.check(idx, contender.name)
+            self._progress.step()
+        copied = copy_memory(self._payloads, self._options.threads)
+        hashed = hash_memory(self._payloads, self._options.threads)
+        for sections in found.values():
+            sections[MEMORY_COPY] = copied
+            sections[CHECKSUM] = hashed
+        return found
+
+    def _rows(
+        self,
+        rounds: Sequence[Mapping[str, Mapping[str, Section]]],
+        raw: RawFile,
+        depths: Mapping[Direction, Mapping[int, float]],
+    ) -> list[Row]:
+        rows = []
+        for op, direction, chosen in (
+            (FIRST_FILL, Direction.WRITE, rounds[:1]),
+            (WRITE, Direction.WRITE, rounds[1:]),
+            (READ, Direction.READ, rounds[1:]),
+        ):
+            row = make_row(
+                op,
+                [each[READ if direction is Direction.READ else WRITE] for each in chosen],
+                chunk_bytes=self._shape.chunk_bytes,
+                jobs=self._options.jobs,
+                raw_queue_depth=(
+                    raw.read_depth if direction is Direction.READ else raw.write_depth
+                ),
+                raw_gbps_by_depth=depths[direction],
+            )
+            rows.append(row)
+        return rows
+
+    def _settle(self, contender: Contender) -> None:
+        """Outside of the timing: its files written down, and none of them in the page cache."""
+        for folder in contender.folders:
+            drop_page_cache(folder)
+
+    @contextlib.contextmanager
+    def _subfolders(self, name: str) -> Iterator[tuple[Path, ...]]:
+        made = tuple(folder / name for folder in self._folders)
+        for folder in made:
+            folder.mkdir()
+        try:
+            yield made
+        finally:
+            for folder in made:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _phase(self, what: str) -> None:
+        self._progress.phase(f"{format_bytes(self._shape.chunk_bytes)}, {what}")
+
+
+class _TierContender:
+    """The tier, asked as an engine asks: jobs of consecutive chunks, so many in flight."""
+
+    name: ClassVar[str] = "tier"
+
+    def __init__(
+        self,
+        tier: StorageTier,
+        folders: tuple[Path, ...],
+        payloads: Payloads,
+        options: StorageOptions,
+        shape: _Shape,
+    ) -> None:
+        self.folders = folders
+        self._tier = tier
+        self._payloads = payloads
+        self._in_flight = options.jobs
+        self._chunks_per_job = shape.chunks_per_job
+        self._next_id = 0
+
+    def prepare(self) -> None:
+        """Nothing: the former chunks are evicted while the new ones are written."""
+
+    def write(self, generation: int) -> Section:
+        """Write all chunks under the keys of a generation."""
+        return self._run(Direction.WRITE, generation)
+
+    def read(self, generation: int) -> Section:
+        """Read all chunks of a generation."""
+        return self._run(Direction.READ, generation)
+
+    def _jobs(self, direction: Direction, generation: int) -> Iterator[Job]:
+        for start in range(0, self._payloads.num_chunks, self._chunks_per_job):
+            chunks = [
+                Chunk(_key(generation, idx), self._payloads.chunk(idx))
+                for idx in range(start, start + self._chunks_per_job)
+            ]
+            yield Job(self._next_id, direction, chunks, _DEADLINE_S)
+            self._next_id += 1
+
+    def _run(self, direction: Direction, generation: int) -> Section:
+        waiting = deque(self._jobs(direction, generation))
+        submitted_s: dict[int, float] = {}
+        results: list[JobResult] = []
+        latencies_s: list[float] = []
+        last_s = first_job_s = 0.0
+        watch = Stopwatch()
+        while waiting or submitted_s:
+            while waiting and len(submitted_s) < self._in_flight:
+                job = waiting.popleft()
+                submitted_s[job.job_id] = watch.elapsed_s()
+                self._tier.submit(job)
+            finished = self._tier.poll()
+            now_s = watch.elapsed_s()
+            if finished:
+                first_job_s = first_job_s or now_s
+                last_s = now_s
+                latencies_s += [now_s - submitted_s.pop(result.job_id) for result in finished]
+                results += finished
+            elif now_s - last_s > _STUCK_S:
+                raise TierError(f"the tier reports nothing: op={direction} seconds={_STUCK_S}")
+            else:
+                time.sleep(_POLL_S)
+        watch.stop()
+        # What the tier does behind its reports is its CPU time too, and nobody else's.
+        if not self._tier.drain(_STUCK_S):
+            raise TierError(f"the tier does not come to rest: op={direction}")
+        _check_results(results)
+        return watch.section(direction, self._payloads.num_bytes, latencies_s, first_job_s)
+
+
+def _check_results(results: Sequence[JobResult]) -> None:
+    """Only DONE counts, and not DONE because a chunk was there already."""
+    for result in results:
+        for chunk in result.results:
+            if chunk != ChunkResult(Outcome.DONE):
+                raise TierError(
+                    f"the tier did not {result.direction} a chunk, so there is nothing to "
+                    f"measure: outcome={chunk.outcome} reason={chunk.reason}"
+                )
+
+
+def _key(generation: int, idx: int) -> Key:
+    return make_key(_ROOT, hashlib.sha256(f"{generation}:{idx}".encode()).digest())
+
+
+def _best(gbps_by_depth: Mapping[int, float]) -> int:
+    return max(gbps_by_depth, key=lambda depth: gbps_by_depth[depth])
+
+
+def _configuration(options: StorageOptions, plan: _Plan) -> dict[str, object]:
+    return {
+        **machine.storage_machine(),
+        "paths": [machine.path_configuration(path) for path in plan.paths],
+        "size_bytes": parse_size(options.size, "size"),
+        "chunks": [
+            {
+                "chunk_bytes": shape.chunk_bytes,
+                "num_chunks": shape.num_chunks,
+                "chunks_per_job": shape.chunks_per_job,
+                "tier_capacity_bytes": shape.capacity_bytes,
+            }
+            for shape in plan.shapes
+        ],
+        "jobs": options.jobs,
+        "rounds": options.rounds,
+        "tier_threads": options.threads,
+        "raw_queue_depths": list(DEPTHS),
+        "files_at_once": FILES_AT_ONCE,
+    }

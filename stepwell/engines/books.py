@@ -1,0 +1,106 @@
+"""The books of one request: what it asked for, what it got and why it did not get the rest."""
+
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from stepwell.core.leases import Lease
+from stepwell.core.types import Lookup, Reason
+from stepwell.metrics import Metrics
+
+__all__ = ["RequestBooks"]
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(slots=True)
+class RequestBooks(Generic[K]):
+    """What became of the chunks of one request, by the engine's own keys.
+
+    Every chunk that was asked for is in exactly one of the three: served, missed, unread.
+
+    Attributes:
+        misses: why a chunk was not served. ABSENT may still change, any other reason stays: a
+            chunk whose read failed is not tried again for the same request.
+        unread: chunks that were there and have not been read (yet).
+        served: chunks that were read, and the tier that served them.
+        leases: on what is being read and written.
+        worth_tokens: position in the prompt up to which reading is worth it; None if undecided.
+        group: of chunks, by which tokens are counted and worth is decided.
+    """
+
+    misses: dict[K, Reason] = field(default_factory=dict)
+    unread: set[K] = field(default_factory=set)
+    served: dict[K, str] = field(default_factory=dict)
+    leases: list[Lease] = field(default_factory=list)
+    worth_tokens: float | None = None
+    group: bytes = b""
+
+    def may_ask(self, key: K) -> bool:
+        """Whether asking again may have another answer than a miss."""
+        return self.misses.get(key, Reason.ABSENT) is Reason.ABSENT
+
+    def miss(self, key: K, reason: Reason) -> None:
+        """Note that a chunk is not to be had."""
+        self.unread.discard(key)
+        if key not in self.served and self.may_ask(key):
+            self.misses[key] = reason
+
+    def hit(self, key: K) -> None:
+        """Note that a chunk is there, unless it has been found not to be had."""
+        if not self.may_ask(key):
+            return
+        self.misses.pop(key, None)
+        if key not in self.served:
+            self.unread.add(key)
+
+    def serve(self, key: K, tier: str) -> None:
+        """Note that a tier has read a chunk."""
+        self.unread.discard(key)
+        self.misses.pop(key, None)
+        self.served[key] = tier
+
+    def give_back_leases(self) -> None:
+        """Nothing of this request needs to stay any more."""
+        for lease in self.leases:
+            lease.release()
+        self.leases.clear()
+
+    def _answers(self) -> Iterator[tuple[K, str, str]]:
+        for key, tier in self.served.items():
+            yield key, tier, ""
+        for key in self.unread:
+            yield key, "", Reason.UNREAD
+        for key, reason in self.misses.items():
+            yield key, "", reason
+
+    def count(self, metrics: Metrics, chunk_tokens: dict[K, int]) -> None:
+        """Add the request to the counters.
+
+        Args:
+            metrics: where.
+            chunk_tokens: how many tokens each chunk stands for; 0 for one that stands for tokens
+                which another chunk counts already.
+        """
+        chunks: Counter[tuple[str, str]] = Counter()
+        served: Counter[str] = Counter()
+        missed: Counter[str] = Counter()
+        for key, tier, reason in self._answers():
+            chunks[(Lookup.HIT.value if tier else Lookup.MISS.value, reason)] += 1
+            tokens = chunk_tokens.get(key, 0)
+            if tier:
+                served[tier] += tokens
+            else:
+                missed[reason] += tokens
+        for labels, amount in chunks.items():
+            metrics.add("lookups", labels, amount)
+        asked = sum(served.values()) + sum(missed.values())
+        if asked:
+            metrics.add("asked_tokens", (), asked)
+        for tier, amount in served.items():
+            if amount:
+                metrics.add("served_tokens", (tier,), amount)
+        for reason, amount in missed.items():
+            if amount:
+                metrics.add("missed_tokens", (reason,), amount)

@@ -1,0 +1,201 @@
+"""The extents of one drive as files: made, opened, read, written, dropped, looked through."""
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from stepwell.core.record import HEADER_BYTES, Header
+from stepwell.errors import DataError
+from stepwell.tiers import blockio
+from stepwell.tiers.directory import FoundExtent, StoreDirectory
+from stepwell.tiers.slots import Extent, place_of, slot_of
+
+__all__ = ["ExtentFiles"]
+
+_SCAN_THREADS = 8
+_SCAN_SLOTS = 4096  # per piece of work
+_SCAN_BYTES = 1 << 20  # read at once
+_ZEROS = bytes(HEADER_BYTES)
+
+
+class ExtentFiles:
+    """Open files of extents.
+
+    Args:
+        directory: opened.
+        direct: open with O_DIRECT.
+
+    Threading: any thread; an extent is dropped only when nobody reads or writes it.
+    """
+
+    def __init__(self, directory: StoreDirectory, *, direct: bool) -> None:
+        self._directory = directory
+        self._flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
+        self._fds: dict[int, int] = {}
+        self._wear_lock = threading.Lock()
+        self.written_bytes = 0
+        """To the drive, for its wear."""
+
+    def adopt(self, found: FoundExtent) -> int:
+        """Open an extent that lies there; returns its whole slots.
+
+        What lies behind the last whole slot is cut off, and a file without any is removed, since
+        nobody would count it.
+
+        Raises:
+            OSError: from the system.
+        """
+        if found.extent_id in self._fds:
+            return 0  # two files of one number: not our doing, so not ours to judge
+        num_slots = found.size_bytes // found.slot_bytes
+        if not num_slots:
+            os.unlink(found.path)
+            return 0
+        fd = os.open(found.path, self._flags)
+        self._fds[found.extent_id] = fd
+        if found.size_bytes % found.slot_bytes:
+            os.ftruncate(fd, num_slots * found.slot_bytes)
+        return num_slots
+
+    def make(self, extent: Extent) -> None:
+        """Make a planned extent: a file with all of its space allocated.
+
+        Raises:
+            OSError: from the system; nothing is left.
+        """
+        self._directory.make_folders()
+        partial = self._directory.partial_path()
+        path = self._directory.extent_path(extent.extent_id, extent.slot_bytes)
+        try:
+            # Where the file system cannot preallocate, the C library writes a byte to every
+            # block, which O_DIRECT would not take.
+            flags = (self._flags & ~os.O_DIRECT) | os.O_CREAT | os.O_EXCL
+            fd = os.open(partial, flags, 0o644)
+            try:
+                os.posix_fallocate(fd, 0, extent.num_slots * extent.slot_bytes)
+            finally:
+                os.close(fd)
+            fd = os.open(partial, self._flags)
+            try:
+                os.rename(partial, path)
+            except OSError:
+                os.close(fd)
+                raise
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(partial)
+            raise
+        self._fds[extent.extent_id] = fd
+
+    def drop(self, extent: Extent) -> bool:
+        """Remove an extent's file; False if it cannot be removed, and then it stays open."""
+        path = self._directory.extent_path(extent.extent_id, extent.slot_bytes)
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return False
+        os.close(self._fds.pop(extent.extent_id))
+        return True
+
+    def shorten(self, extent: Extent) -> bool:
+        """Cut an extent's file to the slots that it has left; False if that cannot be done."""
+        try:
+            os.ftruncate(self._fds[extent.extent_id], extent.num_slots * extent.slot_bytes)
+        except OSError:
+            return False
+        return True
+
+    def read(
+        self, place: int, slot_bytes: int, payloads: Sequence[memoryview]
+    ) -> list[memoryview | None]:
+        """Read neighbouring records from ``place`` on; see `stepwell.tiers.blockio.read_run`."""
+        extent_id, slot_idx = slot_of(place)
+        return blockio.read_run(self._fds[extent_id], slot_idx * slot_bytes, payloads)
+
+    def write(
+        self, place: int, slot_bytes: int, headers: Sequence[bytes], payloads: Sequence[memoryview]
+    ) -> None:
+        """Write neighbouring records from ``place`` on; see `stepwell.tiers.blockio.write_run`."""
+        extent_id, slot_idx = slot_of(place)
+        blockio.write_run(self._fds[extent_id], slot_idx * slot_bytes, headers, payloads)
+        self._wrote(slot_bytes * len(payloads))
+
+    def wipe(self, place: int, slot_bytes: int) -> None:
+        """Make sure that a record is never found again, whatever becomes of the journal.
+
+        Raises:
+            OSError: from the system.
+        """
+        extent_id, slot_idx = slot_of(place)
+        blockio.write_page(self._fds[extent_id], slot_idx * slot_bytes, _ZEROS)
+        self._wrote(HEADER_BYTES)
+
+    def free_bytes(self) -> int:
+        """Free space on the drive for this process.
+
+        Raises:
+            OSError: from the system.
+        """
+        status = os.statvfs(self._directory.path)
+        return status.f_bavail * status.f_frsize
+
+    def drive_bytes(self) -> int:
+        """Size of the file system, which stands for the drive's; at least 1.
+
+        Raises:
+            OSError: from the system.
+        """
+        status = os.statvfs(self._directory.path)
+        return max(1, status.f_blocks * status.f_frsize)
+
+    def headers(self, extents: Sequence[Extent]) -> Iterator[tuple[int, Header]]:
+        """Every readable header as (place, header): the truth, at one small read per slot."""
+        pieces = [
+            (extent, begin)
+            for extent in extents
+            for begin in range(0, extent.num_slots, _SCAN_SLOTS)
+        ]
+        with ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="stepwell-scan") as pool:
+            for found in pool.map(self._scan_piece, pieces):
+                yield from found
+
+    def _scan_piece(self, piece: tuple[Extent, int]) -> list[tuple[int, Header]]:
+        extent, begin = piece
+        fd, slot_bytes = self._fds[extent.extent_id], extent.slot_bytes
+        end = min(begin + _SCAN_SLOTS, extent.num_slots)
+        # Small slots are read whole, many at once, rather than their headers one by one.
+        step = max(1, _SCAN_BYTES // slot_bytes)
+        found = []
+        for first in range(begin, end, step):
+            count = min(step, end - first)
+            length = (count - 1) * slot_bytes + HEADER_BYTES
+            try:
+                pages = blockio.read_pages(fd, first * slot_bytes, length)
+            except OSError:
+                continue  # not readable: nothing that could be served
+            for idx in range(count):
+                page = pages[idx * slot_bytes : idx * slot_bytes + HEADER_BYTES]
+                with contextlib.suppress(DataError):  # never written, or torn
+                    place = place_of(extent.extent_id, first + idx)
+                    found.append((place, Header.unpack(page)))
+        return found
+
+    def _wrote(self, num_bytes: int) -> None:
+        with self._wear_lock:
+            self.written_bytes += num_bytes
+
+    def close(self) -> None:
+        """Close every file."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+
+def out_of_space(error: OSError) -> bool:
+    """Whether an error means that the drive is full, rather than broken."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
