@@ -1,7 +1,7 @@
 """The books of one request: what it asked for, what it got and why it did not get the rest."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -26,6 +26,7 @@ class RequestBooks(Generic[K]):
         unread: chunks that were there and have not been read (yet).
         served: chunks that were read, and the tier that served them.
         leases: on what is being read and written.
+        positions: of all chunks of the prompt, as the engine knows them.
         worth_tokens: position in the prompt up to which reading is worth it; None if undecided.
         group: of chunks, by which tokens are counted and worth is decided.
     """
@@ -34,6 +35,7 @@ class RequestBooks(Generic[K]):
     unread: set[K] = field(default_factory=set)
     served: dict[K, str] = field(default_factory=dict)
     leases: list[Lease] = field(default_factory=list)
+    positions: Mapping[K, int] = field(default_factory=dict)
     worth_tokens: float | None = None
     group: bytes = b""
 

@@ -118,6 +118,16 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         "OffloadingConnector",
         ("vllm_config", "role", "kv_cache_config"),
     ),
+    Implements(
+        "distributed/kv_transfer/kv_connector/v1/offloading_connector.py",
+        "OffloadingConnector",
+        {
+            "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
+            "build_connector_meta": ("scheduler_output",),
+            "update_connector_output": ("connector_output",),
+        },
+    ),
+    Names("v1/core/sched/output.py", "SchedulerOutput", ("num_scheduled_tokens",)),
     Names(
         "distributed/kv_transfer/kv_connector/v1/offloading_connector.py",
         "OffloadingConnector",

@@ -223,7 +223,8 @@ class StepwellTier(SecondaryTierManager):
             # vLLM sets its hash function up after it has built its tiers.
             whole = with_hash(self._engine_identity, kv_cache_utils.NONE_HASH)
             self._root = self._store.use_root(whole)
-        self._requests[req_context.req_id] = _Books()
+        # vLLM fills the positions in later, and goes on doing so.
+        self._requests[req_context.req_id] = _Books(positions=req_context._offload_key_positions)
         return RequestOffloadingContext()
 
     @_guarded("lookup", LookupResult.MISS)
@@ -294,17 +295,21 @@ class StepwellTier(SecondaryTierManager):
 
     @_guarded("gives_up", False)
     def gives_up(self, req_id: str) -> bool:
-        """Whether a request should not wait any longer for what is being read for it."""
+        """Whether a request should not wait any longer for what is being read.
+
+        For itself or for another one with the same beginning, whose rows it waits for.
+        """
         overdue = self._store.overdue()
-        if not overdue:
-            return False
         state = self._requests.get(req_id)
+        if not overdue or state is None:
+            return False
         late = [self._jobs[job_id] for job_id in overdue if job_id in self._jobs]
-        late = [job for job in late if job.request is state and job.is_load]
+        late = [job for job in late if job.is_load]
         for job in late:
-            for key in job.keys:
-                job.request.miss(key, Reason.DEADLINE)
-        return bool(late)
+            if job.request is state:  # whoever asked for it has missed it
+                for key in job.keys:
+                    state.miss(key, Reason.DEADLINE)
+        return any(key in state.positions for job in late for key in job.keys)
 
     # Jobs.
 

@@ -751,6 +751,21 @@ def test_what_failed_is_wiped_although_its_slots_were_looked_at(books: Books) ->
     assert {header.key for header in books.lies.values()} == set(keys_of(4, "other"))
 
 
+def test_what_left_to_give_space_back_is_wiped(books: Books) -> None:
+    """Chunks left, but their slots could not be cut off, since a leased one lay behind them; an
+    extent of chunks that were used later went instead. Their records still lay there."""
+    prefixes = [keys_of(4, prefix) for prefix in "abcd"]
+    for prefix in prefixes:
+        books.write(prefix)
+    books.held.add(fingerprint(prefixes[0][3]))
+    books.shrink(13 * SlotSpace.cost_of(SMALL))
+    assert books.present(prefixes[0]) == [False, False, False, True]
+    assert sum(header.key in prefixes[0] for header in books.lies.values()) == 4
+    books.settle()
+    assert [h.key for h in books.lies.values() if h.key in prefixes[0]] == [prefixes[0][3]]
+    books.check()
+
+
 def test_a_bad_slot_is_not_used_again_while_it_is_wiped(books: Books) -> None:
     """A slot that had failed was wiped just when there was nothing else left to write to. It was
     given away, the new record's header was wiped, and then the slot was given back although it
