@@ -255,9 +255,9 @@ class Manager:
         """
         plans: list[Demotion] = []
         below = [tier_idx for tier_idx in range(1, len(self._admissions)) if available[tier_idx]]
-        if self._dirty_bytes <= self._dirty_limit_bytes:
+        if self._dirty_bytes <= self._dirty_limit_bytes or (below and budget_bytes <= 0):
             return plans
-        for entry in list(self._dirty.values()):
+        for entry in self._dirty.values():
             if self._dirty_bytes <= self._dirty_limit_bytes or (below and budget_bytes <= 0):
                 break
             if entry.state is not _State.DIRTY:

@@ -33,6 +33,8 @@ _NOT_ADMITTED = ChunkResult(Outcome.FULL, Reason.NOT_ADMITTED)
 # What demotions may hold in memory on their way down; one chunk is always allowed.
 _STAGING_BYTES = 64 << 20
 _DEMOTION_DEADLINE_S = 30.0
+# What began before a job's deadline may end well after it; what takes longer hangs.
+_GRACE_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +175,7 @@ class Pipeline:
         self._demote()
 
     def overdue(self) -> list[int]:
-        """Jobs whose deadline is over and that still cannot be reported.
+        """Jobs whose deadline has been over for a second and that still cannot be reported.
 
         A tier's system call does not return, and may yet write to their buffers.
         """
@@ -181,7 +183,8 @@ class Pipeline:
         return [
             request.job_id
             for request in self._requests.values()
-            if request.demotion is None and now_s - request.submitted_s > request.deadline_s
+            if request.demotion is None
+            and now_s - request.submitted_s > request.deadline_s + _GRACE_S
         ]
 
     def estimates(self) -> list[TierEstimate | None]:

@@ -225,7 +225,7 @@ class Store:
         return self._pipeline.poll()
 
     def overdue(self) -> list[int]:
-        """Jobs whose deadline is over and that still cannot be reported.
+        """Jobs whose deadline has been over for a second and that still cannot be reported.
 
         A tier's system call does not return. Whoever waits may stop waiting, but must leave the
         job's buffers alone until `poll` reports it.

@@ -58,7 +58,9 @@ class RequestBooks(Generic[K]):
             self.unread.add(key)
 
     def serve(self, key: K, tier: str) -> None:
-        """Note that a tier has read a chunk."""
+        """Note that a tier has read a chunk; too late if it was given up and computed."""
+        if not self.may_ask(key):
+            return
         self.unread.discard(key)
         self.misses.pop(key, None)
         self.served[key] = tier

@@ -26,10 +26,17 @@ class StepTimer:
     later, to its own outputs; engines that schedule ahead are timed rightly that way.
 
     Threading: none; the scheduler's thread. Cost: O(1).
+
+    Args:
+        empty_steps_have_outputs: whether outputs come also for a step without tokens, as there is
+            while every request waits for a load.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, empty_steps_have_outputs: bool = True) -> None:
         self.rate = PrefillRate()
+        self._empty_steps_count = empty_steps_have_outputs
+        # Engines schedule as many steps ahead as they have pipeline stages; should outputs ever
+        # be missed, then no more than that are waited for.
         self._steps: deque[_Step] = deque(maxlen=8)
         self._last_output_s = 0.0
 
@@ -41,12 +48,11 @@ class StepTimer:
             all_tokens: that it will compute, those included.
             now_s: monotonic seconds.
         """
-        self._steps.append(_Step(now_s, prompt_tokens, all_tokens))
+        if all_tokens or self._empty_steps_count:
+            self._steps.append(_Step(now_s, prompt_tokens, all_tokens))
 
     def on_outputs(self, now_s: float) -> None:
-        """The outputs of the oldest step that has none yet are there; a step without tokens
-        has outputs too.
-        """
+        """The outputs of the oldest step that has none yet are there."""
         if not self._steps:
             return
         step = self._steps.popleft()

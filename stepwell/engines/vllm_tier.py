@@ -81,7 +81,9 @@ class StepwellConnector(OffloadingConnector):
         transfer_config = vllm_config.kv_transfer_config
         with reported():
             check(transfer_config.kv_connector_extra_config)
-        self._timer = StepTimer()
+        # vLLM's executor in the scheduler's own process reports nothing for a step without tokens.
+        backend = getattr(vllm_config.parallel_config, "distributed_executor_backend", None)
+        self._timer = StepTimer(empty_steps_have_outputs=backend != "uni")
         self._tiers: list[StepwellTier] = []
         engine = _Engine(vllm_config, kv_cache_config, self._timer, self._tiers)
         token = _engine.set(engine)
@@ -108,8 +110,11 @@ class StepwellConnector(OffloadingConnector):
         """As vLLM's; the step is timed, to know how fast the engine computes."""
         if self._tiers:
             counts: dict[str, int] = scheduler_output.num_scheduled_tokens
-            # One token is a decode; what is more belongs to a prompt.
-            prompt_tokens = sum(count for count in counts.values() if count > 1)
+            # One token is a decode, and so are drafts; what is more belongs to a prompt.
+            drafts: dict[str, Any] = getattr(scheduler_output, "scheduled_spec_decode_tokens", {})
+            prompt_tokens = sum(
+                count for req_id, count in counts.items() if count > 1 and req_id not in drafts
+            )
             now_s = time.monotonic()
             self._timer.on_scheduled(prompt_tokens, sum(counts.values()), now_s)
         return super().build_connector_meta(scheduler_output)

@@ -72,6 +72,9 @@ class EnduranceState:
         return cls(written_bytes, **{name: float(value) for name, value in numbers.items()})
 
 
+_NO_DEBT_BYTES = float(1 << 62)
+
+
 class EnduranceGovernor:
     """A bucket of bytes that fills at the budget's rate and is emptied by what is written.
 
@@ -120,8 +123,11 @@ class EnduranceGovernor:
             state = EnduranceState(0, now_s, self._burst_bytes, now_s)
         self._written_bytes = state.written_bytes
         self._first_s = state.first_s
-        # The budget may have been changed since: a smaller bucket holds less, a debt remains.
-        self._level_bytes = min(state.level_bytes, self._burst_bytes)
+        # The budget may have been changed since: a smaller bucket holds less, a debt remains. Where
+        # there is no budget there is no debt, should there be one later.
+        self._level_bytes = _NO_DEBT_BYTES
+        if self._day_bytes:
+            self._level_bytes = min(state.level_bytes, self._burst_bytes)
         self._as_of_s = state.as_of_s
 
     @property

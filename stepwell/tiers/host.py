@@ -144,7 +144,9 @@ class HostTier(ThreadedTier):
             expires_at_s = self._table.expires_at_s(row)
         result = ChunkResult(Outcome.DONE, Reason.NONE, expires_at_s)
         try:
-            if stored.key != chunk.key or len(stored.payload) != len(chunk.buffer):
+            if stored.key != chunk.key:
+                result = ChunkResult(Outcome.MISS, Reason.IDENTITY)
+            elif len(stored.payload) != len(chunk.buffer):
                 result = ChunkResult(Outcome.MISS, Reason.LAYOUT)
             else:
                 np.copyto(np.frombuffer(chunk.buffer, np.uint8), stored.payload)

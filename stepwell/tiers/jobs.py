@@ -136,7 +136,9 @@ class JobRunner:
         self._metrics = context.metrics
         self._inflight_writes_limit_bytes = inflight_writes_bytes
         self._inflight_writes_bytes = 0
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)  # there may be work
+        self._rested = threading.Condition(lock)  # something has ended
         self._reads: list[_Running] = []
         self._writes: list[_Running] = []
         self._touches: deque[_Running] = deque()
@@ -266,8 +268,8 @@ class JobRunner:
         """Wait until every submitted job has ended, and what follows it; False if that took
         longer.
         """
-        with self._changed:
-            return self._changed.wait_for(
+        with self._rested:
+            return self._rested.wait_for(
                 lambda: not self._unfinished and not self._under_way, timeout_s
             )
 
@@ -359,7 +361,7 @@ class JobRunner:
                 self._run_aside(thread_idx, taken)
                 with self._changed:
                     self._unfinished -= 1
-                    self._changed.notify_all()
+                    self._rested.notify_all()
 
     def _serve(self, running: _Running, idx: int, result: ChunkResult) -> None:
         """Give a chunk's result to its job, and to others that wait for the same read."""
@@ -376,7 +378,11 @@ class JobRunner:
                 self._end_chunk(other, other_idx, ALREADY_THERE if done else result)
         # Others first: once it is reported, the buffer that they copy from is its owner's again.
         for other, other_idx in others:
-            copied = self._copy(chunk, other.job.chunks[other_idx], result)
+            try:
+                copied = self._copy(chunk, other.job.chunks[other_idx], result)
+            except (ValueError, BufferError):  # a buffer that cannot be written to
+                self._count_internal_error("copy")
+                copied = ChunkResult(Outcome.FAILED, Reason.INTERNAL)
             if copied == DONE:
                 self._metrics.add("joined_reads", (self._work.name,))
             self._end_chunk(other, other_idx, copied)
@@ -412,7 +418,7 @@ class JobRunner:
         self._run_errand(errand)
         with self._changed:
             self._under_way.pop(thread_idx, None)
-            self._changed.notify_all()
+            self._rested.notify_all()
 
     def _run_errand(self, errand: Callable[[], None]) -> None:
         try:
@@ -529,4 +535,4 @@ class JobRunner:
         with self._changed:
             self._finished.append(ended)
             self._unfinished -= 1
-            self._changed.notify_all()
+            self._rested.notify_all()

@@ -100,6 +100,15 @@ def test_a_step_without_tokens_has_outputs_too() -> None:
     assert timer.rate.tokens_per_s == near(RATE)
 
 
+def test_an_engine_that_says_nothing_of_a_step_without_tokens() -> None:
+    """vLLM's executor within the scheduler's own process: the next outputs are of the prefill."""
+    timer = StepTimer(empty_steps_have_outputs=False)
+    timer.on_scheduled(0, 0, 0.0)
+    timer.on_scheduled(1000, 1000, 1.0)
+    timer.on_outputs(1.1)
+    assert timer.rate.tokens_per_s == near(RATE)
+
+
 def test_steps_without_outputs_do_not_pile_up() -> None:
     """An engine whose outputs never come, or not all of them, costs no memory."""
     timer = StepTimer()
