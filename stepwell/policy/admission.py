@@ -33,16 +33,16 @@ DEFAULT_NUM_TAGS = 1 << 17
 HEAD_TOKENS = 8192
 """How much of a prompt is written at half strictness: of the order of what agents share (tools and
 system prompt, a median of 15k tokens) and of whole conversations (a mean of 12k), both from
-reference/planning.md A. It only sets the scale: the pressure settles where the budget is met."""
+docs/SOURCES.md S1, S2. It only sets the scale: the pressure settles where the budget is met."""
 
 MIN_REUSE = 0.2
 """What wear costs over what computing costs: writing a chunk pays if it is read with at least this
 probability. 0.21 for Llama-70B on 8 H100; 0.03 for DeepSeek-V3 to 0.94 for Llama-8B
-(reference/planning.md E4, "min P(reuse) to justify flash wear")."""
+(docs/SOURCES.md S7)."""
 
 HALF_LIFE_S = 3600.0
 """An outcome counts half after an hour. Traffic changes by the time of day; the gaps between two
-uses are minutes (p99 of 1.6k to 1.8k s, reference/planning.md A)."""
+uses are minutes (p99 of 1.6k to 1.8k s, docs/SOURCES.md S1, S2)."""
 
 PRIOR_OUTCOMES = 16.0
 """How many good outcomes a class that nothing is known of is credited with."""
@@ -125,7 +125,7 @@ class SecondDemotion:
     """What is offered for the second time.
 
     A chunk's first offer is remembered, and it is admitted when it is offered again while it is:
-    0.85 reads per chunk written instead of 0.39 in conversations (reference/planning.md E4).
+    0.85 reads per chunk written instead of 0.39 in conversations (docs/SOURCES.md S6).
 
     For operators: a chunk is written when it is offered a second time. With rising pressure only
     the beginning of a prompt is, less and less of it, until at full pressure nothing is.

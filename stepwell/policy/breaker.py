@@ -51,7 +51,7 @@ class Breaker:
     Args:
         latency_limit_s: a result that took longer is bad, however it ended. It has to lie above a
             healthy medium's worst (32 reads of 8 MiB queued at 1 GB/s take 0.3 s) and not above
-            what computing costs (32k tokens take 1 to 4 s, reference/planning.md E2).
+            what computing costs (32k tokens take 1 to 4 s, docs/SOURCES.md S3).
         num_in_a_row: so many bad results in a row open it. Envoy's outlier detection takes 5
             (consecutive_5xx), for requests of milliseconds; here each may cost a request
             ``latency_limit_s``, so fewer.

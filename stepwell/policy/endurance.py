@@ -2,13 +2,12 @@
 
 A drive is rated in drive writes per day (DWPD): so many times its capacity may be written per day,
 for the length of its warranty. A KV cache that writes all that is computed exceeds this on many
-workloads (reference/planning.md, E4: 749 TB a day where 15 TB are allowed), so what may be written
+workloads (docs/SOURCES.md S5: 749 TB a day where 15 TB are allowed), so what may be written
 is a budget, and admission becomes stricter as it is used up.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
 
 __all__ = [
@@ -30,6 +29,8 @@ EASE_SHARE = 0.5
 hand nothing needs to be refused; the other half is long enough for admission to become stricter
 little by little instead of all at once."""
 
+_NO_DEBT_BYTES = float(1 << 62)
+
 
 @dataclass(frozen=True, slots=True)
 class EnduranceState:
@@ -46,33 +47,6 @@ class EnduranceState:
     first_s: float
     level_bytes: float
     as_of_s: float
-
-    def to_values(self) -> dict[str, float]:
-        """Plain numbers by name, for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, object]) -> "EnduranceState":
-        """The inverse of `to_values`, for values that come from a file.
-
-        Raises:
-            ValueError: one is missing, not a finite number, or out of range.
-        """
-        numbers: dict[str, float] = {}
-        for name in (each.name for each in fields(cls)):
-            value = values.get(name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"not a number: {name}={value!r}")
-            if not abs(value) < 2**63:
-                raise ValueError(f"not a number that can be: {name}={value!r}")
-            numbers[name] = value
-        written_bytes = int(numbers.pop("written_bytes"))
-        if written_bytes < 0:
-            raise ValueError(f"at least 0 bytes were written: written_bytes={written_bytes}")
-        return cls(written_bytes, **{name: float(value) for name, value in numbers.items()})
-
-
-_NO_DEBT_BYTES = float(1 << 62)
 
 
 class EnduranceGovernor:
@@ -129,11 +103,6 @@ class EnduranceGovernor:
         if self._day_bytes:
             self._level_bytes = min(state.level_bytes, self._burst_bytes)
         self._as_of_s = state.as_of_s
-
-    @property
-    def budget_bytes_per_day(self) -> float | None:
-        """What may be written per day in the long run; None: no limit."""
-        return self._day_bytes or None
 
     @property
     def written_bytes(self) -> int:
@@ -220,8 +189,8 @@ def project_life(
 
     Rated are bytes as the host writes them, with the write amplification of the workload that the
     vendor tested with: TBW = DWPD x capacity x 365 x 5 (the data sheets' convention, after JEDEC
-    JESD218 and JESD219; reference/planning.md E3: 1 DWPD for read-intensive drives, 3 for
-    mixed use, 0.3 to 0.6 for large QLC). Large records that are overwritten as a whole amplify
+    JESD218 and JESD219; docs/SOURCES.md S4: 1 DWPD for read-intensive drives, 3 for mixed use,
+    0.3 to 0.6 for large QLC). Large records that are overwritten as a whole amplify
     less than the tested random writes, so the projection errs on the safe side.
 
     Args:

@@ -26,7 +26,7 @@ PROBE_AFTER_S = 30.0
 
 PROBE_BYTES = 16 << 20
 """That little: 1 % of the time between two probes is 0.3 s, which is 16 MiB at 56 MB/s, slower
-than any medium that is of use here (at least 1 GB/s is, reference/planning.md E2)."""
+than any medium that is of use here (at least 1 GB/s is, docs/SOURCES.md S3)."""
 
 FORGET_AFTER_S = 600.0
 """Unread for so long, a tier is unknown again. Probes reach a tier only at the cut; this reaches
@@ -53,7 +53,7 @@ new speed, and more of them are the breaker's matter."""
 PREFILL_HALF_LIFE_TOKENS = 8192
 """A prefill of so many tokens counts as much as all before it, one of 512 tokens 4 %: short
 ones are dominated by what every step costs (512 tokens take 34 ms where 8k take 344 ms,
-reference/planning.md E2)."""
+docs/SOURCES.md S3)."""
 
 _MIN_ELAPSED_S = 1e-6  # below a clock's resolution; its logarithm is taken
 

@@ -474,7 +474,7 @@ def test_ten_days_stay_within_the_budget_and_still_serves(name: str) -> None:
 
 
 def test_second_demotion_serves_more_for_each_chunk_written() -> None:
-    """As in conversations (reference/planning.md E4: 0.85 against 0.39 reads per write)."""
+    """As in conversations (docs/SOURCES.md S6: 0.85 against 0.39 reads per write)."""
     always = Days(make_admission("always", TIER_CHUNKS), None, seed=5).run(5)
     second = Days(make_admission("second-demotion", TIER_CHUNKS), None, seed=5).run(5)
     assert second.read / second.written > 1.5 * always.read / always.written

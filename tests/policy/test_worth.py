@@ -82,7 +82,7 @@ def test_the_cut(
 
 
 def test_break_even_is_as_published() -> None:
-    """reference/planning.md E2: at 32k tokens Llama-70B on 8 H100 (21.3k tok/s, 320 KiB per token)
+    """docs/SOURCES.md S3: at 32k tokens Llama-70B on 8 H100 (21.3k tok/s, 320 KiB per token)
     reads in less time than it computes from 7.0 GB/s on, DeepSeek-V3 from 1.0 GB/s on."""
     for rate, token_bytes, break_even in ((21_300, 327_680, 7.0), (14_800, 70_272, 1.0)):
         run = Run(0, 128, 256 * token_bytes, 256)
