@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import stepwell
 from stepwell.errors import ConfigError, StepwellError
@@ -33,6 +33,9 @@ EXIT_BROKEN_PIPE = 141
 Command = Callable[[argparse.Namespace], int]
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?")
+_NEGATIVE = re.compile(r"-\.?[0-9]")
+# What `vllm-args` has options for; not for its --set.
+_OPTIONS = ("path", "paths", "capacity", "primary")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,7 +106,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from stepwell.ops.check import check_store
-    from stepwell.ops.report import check_json, check_text
+    from stepwell.ops.check_report import check_json, check_text
 
     # Shown after two seconds, and only on a terminal.
     bar = tqdm(
@@ -223,7 +226,7 @@ def _assignments(texts: Sequence[str]) -> dict[str, object]:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise ConfigError(f"--set takes name=value, such as io_threads=16: set={text!r}")
-        if name in ("path", "paths", "capacity"):
+        if name in _OPTIONS:
             option = "--path, once for each drive," if name == "paths" else f"--{name}"
             raise ConfigError(f"give {option} instead: set={text!r}")
         if name in settings:
@@ -244,7 +247,12 @@ def _concurrencies(text: str) -> tuple[int, ...]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that complains in one line."""
+    """An argument parser that complains in one line, and takes "-1GiB" for a value."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # Without it a negative size would be an unknown option, and what it was for lack a value.
+        self._negative_number_matcher = _NEGATIVE
 
     def error(self, message: str) -> NoReturn:
         sys.exit(_complain(f"{message} (see {self.prog} --help)"))
@@ -349,8 +357,7 @@ could not be run.""",
 def _add_vllm_args(commands: "Commands[_Parser]") -> None:
     from stepwell.settings import Settings
 
-    known = Settings.keys()
-    others = [name for name in known if name not in ("path", "paths", "capacity")]
+    others = [name for name in Settings.keys() if name not in _OPTIONS]  # noqa: SIM118
     parser = _add(
         commands, "vllm-args", _vllm_args,
         "print the value for vLLM's --kv-transfer-config",
@@ -388,7 +395,7 @@ examples:
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE",
         help="a further setting, such as min_free=10GiB; may be given several times. "
-        f"Settings: {', '.join(others)}; and instead of path, for several drives, paths",
+        f"Settings: {', '.join(others)}",
     )  # fmt: skip
 
 
@@ -428,14 +435,17 @@ def _add_check(commands: "Commands[_Parser]") -> None:
 Read every record of a store and verify all of it: header, name, length, checksum, padding. An
 engine does the same with each record that it reads; this finds what is wrong before it asks.
 Also looked at: the journal, the extents, the descriptions, and what lies among them without
-belonging there. Without --fix nothing is changed, and an engine may go on using the store
-meanwhile; what leaves while it is looked at is passed over.
+belonging there; and what an engine would not start with, such as a link in the place of one of
+the store's directories. PATH may be a link; below it none is followed. Without --fix nothing is
+changed, and an engine may go on using the store meanwhile; what leaves while it is looked at is
+passed over.
 
 With --fix a bad record is set aside, as an engine does that meets it: it is served no more, its
 bytes stay for a look, and its slot is the first to be used again. A damaged journal is made anew
-from the records' headers, an extent with an odd end is cut to whole slots. What is not the
-store's, and a damaged description, is moved to PATH/strays and not deleted, since it may be
-somebody's; nobody counts what lies there, so remove it when nobody misses it.""",
+from the records' headers, an extent with an odd end is cut to whole slots, and stepwell.json is
+written again where it is missing or damaged although extents are there. What is not the store's,
+and a damaged description, is moved to PATH/strays and not deleted, since it may be somebody's, of
+a link the link itself; nobody counts what lies there, so remove it when nobody misses it.""",
         """\
 examples:
   stepwell check /mnt/nvme/kv

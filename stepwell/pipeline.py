@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from stepwell.core.keys import Key
+from stepwell.core.keys import ENGINE_KEY_MAX_BYTES, ROOT_BYTES, Key
 from stepwell.core.types import (
     Chunk,
     ChunkResult,
@@ -74,10 +74,17 @@ class _TierJob:
 
 @dataclass(slots=True)
 class _Meter:
-    """How fast a tier reads, and what it has been asked to read."""
+    """How fast a tier reads, and what it has been asked to read.
+
+    Attributes:
+        speed: as learned.
+        queued_bytes: of reads that have not ended.
+        promised_bytes: of reads that were decided on since the last `poll` and have not begun.
+    """
 
     speed: TierSpeed = field(default_factory=TierSpeed)
     queued_bytes: int = 0
+    promised_bytes: int = 0
 
 
 class Pipeline:
@@ -166,6 +173,8 @@ class Pipeline:
 
     def work(self) -> None:
         """Look what the tiers have done, and begin what is next; what ended waits for `poll`."""
+        for meter in self._meters:
+            meter.promised_bytes = 0
         for tier_idx, tier in enumerate(self.tiers):
             for result in tier.poll():
                 self._on_tier_result(tier_idx, result)
@@ -190,13 +199,23 @@ class Pipeline:
     def estimates(self) -> list[TierEstimate | None]:
         """Per tier what reading from it is expected to take at present; None if unknown."""
         now_s = self._context.clock.monotonic()
-        return [meter.speed.estimate(meter.queued_bytes, now_s) for meter in self._meters]
+        return [
+            meter.speed.estimate(meter.queued_bytes + meter.promised_bytes, now_s)
+            for meter in self._meters
+        ]
+
+    def promise(self, tier_idx: int, num_bytes: int) -> None:
+        """So much is about to be read from a tier: whoever asks next comes behind it.
+
+        Of many prompts that are looked up in one step none has begun to read when the last one
+        is decided on. What has not begun by the next `poll` is forgotten.
+        """
+        self._meters[tier_idx].promised_bytes += num_bytes
 
     # Beginning.
 
     def _new(self, direction: Direction, chunks: Sequence[Chunk], deadline_s: float) -> _Request:
-        if not chunks:
-            raise ValueError("a job has at least one chunk")
+        _check(direction, chunks, deadline_s)
         request = _Request(
             self._take_id(),
             direction,
@@ -233,16 +252,20 @@ class Pipeline:
         if promotion:
             chunks = [_copied(request.chunks[idx], request.results[idx]) for idx in chunk_idxs]
         meter = self._meters[tier_idx]
+        copying = request.demotion is not None
         tier_job = _TierJob(request, chunk_idxs, promotion, meter.queued_bytes)
         self._tier_jobs[tier_idx][job_id] = tier_job
         request.waiting += 1
         if direction is Direction.READ:
-            meter.queued_bytes += sum(len(chunk.buffer) for chunk in chunks)
-            meter.speed.on_submitted(now_s)
+            num_bytes = sum(len(chunk.buffer) for chunk in chunks)
+            meter.queued_bytes += num_bytes
+            if not copying:
+                meter.promised_bytes = max(0, meter.promised_bytes - num_bytes)
+                meter.speed.on_submitted(now_s)
         # One deadline for all that a request does, one tier after the other.
         left_s = request.deadline_s - (now_s - request.submitted_s)
         try:
-            self.tiers[tier_idx].submit(Job(job_id, direction, chunks, left_s))
+            self.tiers[tier_idx].submit(Job(job_id, direction, chunks, left_s, copying))
         except ClosedError:
             # A tier closed between a read's first and second try: what is left is a miss.
             self._not_begun(tier_idx, job_id, direction)
@@ -299,7 +322,7 @@ class Pipeline:
         request.waiting -= 1
         self._unqueue(tier_idx, tier_job, result.direction)
         now_s = self._context.clock.monotonic()
-        if result.direction is Direction.READ:
+        if result.direction is Direction.READ and request.demotion is None:
             self._meters[tier_idx].speed.on_finished(
                 result.moved_bytes, result.elapsed_s, tier_job.queued_bytes, now_s
             )
@@ -433,6 +456,33 @@ class Pipeline:
     def _drop_demotion(self, demotion: Demotion, result: ChunkResult) -> None:
         self._manager.on_demoted(demotion)
         self._context.metrics.add("demoted_chunks", (result.outcome, result.reason))
+
+
+def _check(direction: Direction, chunks: Sequence[Chunk], deadline_s: object) -> None:
+    """Raise for what is the caller's mistake, before it looks like a drive's."""
+    if not chunks:
+        raise ValueError("a job has at least one chunk")
+    if not isinstance(deadline_s, int | float) or not deadline_s > 0:
+        raise ValueError(f"a deadline is above zero: deadline_s={deadline_s}")
+    for chunk in chunks:
+        if not ROOT_BYTES < len(chunk.key) <= ROOT_BYTES + ENGINE_KEY_MAX_BYTES:
+            raise ValueError(
+                f"a key has {ROOT_BYTES + 1} to {ROOT_BYTES + ENGINE_KEY_MAX_BYTES} bytes; see "
+                f"stepwell.core.keys.make_key: key_bytes={len(chunk.key)}"
+            )
+        if direction is not Direction.TOUCH:
+            _check_buffer(direction, chunk.buffer)
+
+
+def _check_buffer(direction: Direction, buffer: memoryview) -> None:
+    if buffer.format != "B" or buffer.ndim != 1 or not buffer.contiguous or not len(buffer):
+        raise ValueError(
+            f'a buffer is at least one contiguous byte, a memoryview that was cast to "B": '
+            f"format={buffer.format} ndim={buffer.ndim} contiguous={buffer.contiguous} "
+            f"bytes={buffer.nbytes}"
+        )
+    if direction is Direction.READ and buffer.readonly:
+        raise ValueError("a read needs a buffer that can be written to: readonly=True")
 
 
 def _copied(chunk: Chunk, read: ChunkResult) -> Chunk:

@@ -4,6 +4,7 @@ Sizes and times are texts with a unit ("20GiB", "10s"), so that no number can be
 """
 
 import difflib
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -175,6 +176,8 @@ class Settings:
         write_mode: "through" to the disk tier at once, or "back" when the host tier needs room.
         promotion: when a chunk that the disk tier served is copied to the host tier: "always",
             "second-hit" or "never".
+        read_when: "faster", when reading is expected to end sooner than computing, or "always",
+            to compute as little as possible.
         min_read_tokens: a prefix that is shorter is computed rather than read.
         slow_after_s: an operation that takes longer is as bad as a failed one; a few of either
             and a drive is not asked for a while (text: "slow_after").
@@ -201,6 +204,7 @@ class Settings:
     ttl_s: float = 0.0
     write_mode: str = "through"
     promotion: str = "always"
+    read_when: str = "faster"
     min_read_tokens: int = 0
     slow_after_s: float = 2.0
     metrics: str = ""
@@ -210,11 +214,7 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.paths:
             raise ConfigError("there is at least one path: paths=()")
-        if len(set(self.paths)) < len(self.paths):
-            raise ConfigError(
-                f"a path is given twice; each drive has its own: "
-                f"paths={','.join(map(str, self.paths))}"
-            )
+        _check_apart(self.paths)
         if self.capacity_bytes < 1 << 20:
             raise ConfigError(f"capacity is at least 1MiB: capacity={self.capacity_bytes}B")
         if self.inflight_writes_bytes < 1 << 20:
@@ -251,15 +251,16 @@ class Settings:
             texts: name -> text; `path` or `paths`, and `capacity` are needed.
 
         Raises:
-            ConfigError: an unknown name (with the nearest known one), a missing one, a bad value.
+            ConfigError: an unknown name (with a known one that is near), a missing one, a bad
+                value.
         """
         known = cls.keys()
         for name in texts:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+                near = difflib.get_close_matches(str(name).lower(), known, n=1)
+                hint = f'; the nearest is "{near[0]}"' if near else ""
                 raise ConfigError(
-                    f'there is no setting {str(name)!r}; the nearest is "{near}": '
-                    f"known={','.join(known)}"
+                    f"there is no setting {str(name)!r}{hint}: known={','.join(known)}"
                 )
         if "path" in texts and "paths" in texts:
             raise ConfigError(
@@ -302,8 +303,21 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "admission": ADMISSION_NAMES,
     "write_mode": ("through", "back"),
     "promotion": ("always", "second-hit", "never"),
+    "read_when": ("faster", "always"),
     "if_incompatible": ("refuse", "start_without"),
 }
+
+
+def _check_apart(paths: Sequence[Path]) -> None:
+    """Raises ConfigError if a path is another, or lies in it."""
+    parts = sorted(path.parts[1:] for path in paths)  # without "/" or "//"
+    # Whatever lies in a directory comes next to it, or next to something else that does.
+    for outer, inner in itertools.pairwise(parts):
+        if inner[: len(outer)] == outer:
+            wrong = "is given twice" if inner == outer else "lies in another one"
+            raise ConfigError(
+                f"a path {wrong}; each drive has its own: paths={','.join(map(str, paths))}"
+            )
 
 
 def _one_of(choices: Sequence[str]) -> str:

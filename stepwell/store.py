@@ -11,7 +11,7 @@ from pathlib import Path
 from stepwell.core.identity import Identity
 from stepwell.core.keys import Key, Root
 from stepwell.core.leases import Lease
-from stepwell.core.types import Chunk, JobResult, Lookup
+from stepwell.core.types import Chunk, JobResult, Lookup, Reason
 from stepwell.errors import ClosedError, ConfigError
 from stepwell.exporter import Exporter
 from stepwell.manager import Manager, Promotion, WriteMode
@@ -67,6 +67,7 @@ class Store:
         manager: decides what goes where; by default everything everywhere.
         departed: where tiers note what they evicted, as (tier, fingerprint of the key).
         drives: the disk tiers among the tiers, or below them, for their numbers.
+        missing: names of drives that are left out because they failed at the start.
         metrics_target: where to export counters, see `stepwell.exporter`; empty for nowhere.
 
     Raises:
@@ -81,6 +82,7 @@ class Store:
         *,
         departed: deque[tuple[int, int]] | None = None,
         drives: Sequence[DiskTier] = (),
+        missing: Sequence[str] = (),
         metrics_target: str = "",
     ) -> None:
         if not tiers:
@@ -88,6 +90,7 @@ class Store:
         self.tiers = tuple(tiers)
         self.context = context
         self.drives = tuple(drives)
+        self._missing = tuple(missing)
         self._manager = manager or Manager([None] * len(tiers))
         self._pipeline = Pipeline(
             tiers, context, self._manager, deque() if departed is None else departed
@@ -114,8 +117,9 @@ class Store:
 
     @property
     def degraded(self) -> bool:
-        """Whether a tier, or one of its drives, is not asked at present because it failed."""
-        return any(guard.breaker.state is not State.CLOSED for guard in self.guards)
+        """Whether any drive is not asked at present because it failed or was slow."""
+        closed = all(guard.breaker.state is State.CLOSED for guard in self.guards)
+        return bool(self._missing) or not closed
 
     @property
     def guards(self) -> list[GuardedTier]:
@@ -143,6 +147,8 @@ class Store:
             found["write_pressure", drive.name] = drive.pressure
         for guard in self.guards:
             found["breaker_open", guard.name] = float(guard.breaker.state is not State.CLOSED)
+        for name in self._missing:
+            found["breaker_open", name] = 1.0
         return found
 
     @property
@@ -159,6 +165,13 @@ class Store:
     def lookup(self, keys: Sequence[Key]) -> list[Lookup]:
         """The best answer of any tier for each key; asks and changes nothing."""
         return best_answers(self.tiers, keys)
+
+    def why_missed(self, key: Key) -> Reason:
+        """Why `lookup` just said MISS: BREAKER if a drive has the chunk that is not asked."""
+        for guard in self.guards:
+            if not guard.available and guard.tier.contains([key])[0] is Lookup.HIT:
+                return Reason.BREAKER
+        return Reason.ABSENT
 
     def look_ahead(
         self,
@@ -178,6 +191,11 @@ class Store:
                 everything is worth reading.
             floor_tokens: less than this is not worth the trouble.
         """
+        if chunk_bytes <= 0 or chunk_tokens <= 0:
+            raise ValueError(
+                f"a chunk has bytes and tokens: chunk_bytes={chunk_bytes} "
+                f"chunk_tokens={chunk_tokens}"
+            )
         runs: list[Run] = []
         num_hits = 0
         answers = [tier.contains(prefix) for tier in self.tiers]
@@ -194,6 +212,11 @@ class Store:
         if not runs:
             return Prefix(0, 0)
         worth = worth_chunks(runs, self._pipeline.estimates(), prefill_tokens_per_s, floor_tokens)
+        left = worth
+        for run in runs:
+            num_read = min(left, run.num_chunks)
+            self._pipeline.promise(run.tier_idx, num_read * chunk_bytes)
+            left -= num_read
         return Prefix(num_hits, worth)
 
     def acquire(self, keys: Iterable[Key], ttl_s: float) -> Lease:
@@ -278,6 +301,7 @@ class _Opening:
         self._settings = settings
         self._context = context
         self._drives: list[DiskTier] = []
+        self._missing: list[str] = []
         self._departed: deque[tuple[int, int]] = deque(maxlen=1 << 16)
         self._ask_again_s = 0.0
         self._known_pressure = 0.0
@@ -313,6 +337,7 @@ class _Opening:
                 manager,
                 departed=self._departed,
                 drives=self._drives,
+                missing=self._missing,
                 metrics_target=settings.metrics,
             )
             for drive in self._drives:
@@ -339,12 +364,14 @@ class _Opening:
         guarded: list[Tier] = []
         paths = self._settings.paths
         for idx, path in enumerate(paths):
+            name = f"disk{idx}" if len(paths) > 1 else "disk"
             try:
-                drive = self._drive(path, f"disk{idx}" if len(paths) > 1 else "disk", tier_idx)
+                drive = self._drive(path, name, tier_idx)
             except ConfigError as error:
                 if not _is_broken_drive(error) or len(paths) == 1:
                     raise
                 logger.error("starting without a drive that fails: %s", error)
+                self._missing.append(name)
                 continue
             self._drives.append(drive)
             breaker = Breaker(latency_limit_s=self._settings.slow_after_s)

@@ -128,7 +128,7 @@ def test_inspect_json(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (slots["slot_bytes"], slots["used"], slots["set_aside"]) == (SLOT_BYTES, 2, 1)
     assert report["quarantine"] == [{"reason": "checksum", "slots": 1, "bytes": SLOT_BYTES}]
     assert set(report["wear"]) == {
-        "written_bytes", "observed_s", "bytes_per_day", "rated_drive_writes_per_day",
+        "written_bytes", "as_of_age_s", "observed_s", "bytes_per_day", "rated_drive_writes_per_day",
         "rated_bytes", "used_share", "drive_writes_per_day", "years", "observation",
     }  # fmt: skip
     assert report["wear"]["written_bytes"] > 3 * SLOT_BYTES
@@ -436,6 +436,24 @@ BAD_INPUT = {
     "relative path": (
         ["vllm-args", "--path", "kv", "--capacity", "1GiB"], "path must be absolute",
     ),
+    "a negative size": (
+        ["vllm-args", "--path", "/kv", "--capacity", "-1GiB"], "must not be negative",
+    ),
+    "a negative primary": ([*VLLM_ARGS, "--primary", "-.5GiB"], "primary is a size such as"),
+    "a negative size, demo": (["demo", "--capacity", "-1GiB"], "must not be negative"),
+    "a path in another": ([*VLLM_ARGS, "--path", "/mnt/kv/b"], "a path lies in another one"),
+    "a path in another, first": ([*VLLM_ARGS, "--path", "/mnt"], "a path lies in another one"),
+    "a path with two slashes": ([*VLLM_ARGS, "--path", "//mnt/kv"], "a path is given twice"),
+    "a path in the root": ([*VLLM_ARGS, "--path", "/"], "a path lies in another one"),
+    "the root": (["vllm-args", "--path", "/", "--capacity", "1GiB"], "root of the file system"),
+    "the root, twice as long": (
+        ["vllm-args", "--path", "//", "--capacity", "1GiB"], "root of the file system",
+    ),
+    "no weights_id": ([*VLLM_ARGS, "--set", "weights_id="], "leave it out"),
+    "a blank weights_id": ([*VLLM_ARGS, "--set", "weights_id= "], "leave it out"),
+    "primary as a setting": ([*VLLM_ARGS, "--set", "primary=1GiB"], "give --primary instead"),
+    "paths as a setting": ([*VLLM_ARGS, "--set", "paths=/x"], "give --path, once for each drive"),
+    "a far-off setting": ([*VLLM_ARGS, "--set", "foo=4"], "no setting 'foo': known=path,"),
     "unknown setting": ([*VLLM_ARGS, "--set", "io_thread=4"], 'the nearest is "io_threads"'),
     "setting without a value": ([*VLLM_ARGS, "--set", "io_threads"], "name=value"),
     "setting with a bad value": ([*VLLM_ARGS, "--set", "io_threads=many"], "whole number"),
@@ -505,8 +523,9 @@ def test_help_explains_with_an_example(command: str, capsys: pytest.CaptureFixtu
 def test_help_of_vllm_args_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["vllm-args", "--help"]) == 0
     text = capsys.readouterr().out
-    known = Settings.keys()
+    known = set(Settings.keys()) - {"paths"}  # which is --path, given several times
     assert [name for name in known if name not in text] == []
+    assert "paths" not in text, "--set refuses it"
 
 
 def test_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:

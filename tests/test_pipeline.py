@@ -445,7 +445,7 @@ def test_a_store_as_the_settings_say_hears_it_too(tmp_path: Path) -> None:
 
 def test_a_write_larger_than_everything_ends(back: Callable[..., Rig]) -> None:
     """Sixteen chunks into a host tier of two over a disk of three. LMCache 0.5.6 waits for ever
-    when a batch is larger than its staging pool (reference/lmcache.md, experiment F2)."""
+    when a batch is larger than its staging pool (docs/SOURCES.md S8)."""
     rig = back(2, disk_chunks=3)
     result = rig.write(KEYS)
     assert {r.outcome for r in result.results} <= {Outcome.DONE, Outcome.FULL}
@@ -1035,7 +1035,9 @@ def test_a_deadline_gives_up_what_has_not_begun(hung: Callable[..., Rig]) -> Non
         ended = rig.store.poll()
         assert len(ended) == 3
         assert {r for result in ended for r in result.results} == {LATE}
-        assert rig.store.overdue() == [], "a read that has begun may end a moment after its deadline"
+        assert rig.store.overdue() == [], (
+            "a read that has begun may end a moment after its deadline"
+        )
         rig.clock.advance(1.0)
         late = rig.store.overdue()
         assert set(late) == set(reads) - {result.job_id for result in ended}
@@ -1283,3 +1285,209 @@ def test_late_results_from_many_threads_are_reported_once(hung: Callable[..., Ri
         elif not rig.store.unfinished:
             stop.set()
     assert sorted(seen) == sorted(begun)
+
+
+# Many prompts in one step.
+
+
+@pytest.fixture
+def slow(make: Make) -> Rig:
+    """A rig whose disk has KEYS and takes 5 s for a read and 5 s more for each chunk of it or
+    before it."""
+    rig = make(lower=("disk",), promotion=Promotion.NEVER)
+    rig.put(rig.disk, KEYS)
+    with holding(rig.disk, Direction.READ) as reached:
+        job_id = rig.store.read([Chunk(KEYS[15], buffer_of(SIZE))], 100.0)
+        wait_until(lambda: not rig.store.poll() and bool(reached), "the read")
+        rig.disk.slow_down(rig.clock, 10.0)
+    assert rig.wait(job_id).done
+    return rig
+
+
+def worth(rig: Rig, keys: Sequence[Key], chunk_s: float) -> int:
+    """How much of a prompt to read where computing takes so long per chunk."""
+    found = look_ahead(rig, keys, 16 / chunk_s)
+    assert found.num_hits == len(keys)
+    return found.num_worth
+
+
+def test_of_many_prompts_of_one_step_the_first_few_are_read(slow: Rig) -> None:
+    """Each was decided on as if it were alone, since none had begun to be read: all of them were
+    read from a tier that had time for three."""
+    assert [worth(slow, [key], 22.0) for key in KEYS[:8]] == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert worth(slow, KEYS[8:10], 22.0) == 2, "who has more to compute may wait longer"
+    assert worth(slow, [KEYS[10]], 32.0) == 0, "and comes before whoever is asked next"
+    assert worth(slow, [KEYS[10]], 37.0) == 1
+    slow.store.poll()
+    assert [worth(slow, [key], 22.0) for key in KEYS[:8]] == [1, 1, 1, 0, 0, 0, 0, 0], (
+        "what did not begin is forgotten"
+    )
+
+
+def test_only_what_is_worth_reading_is_promised(slow: Rig) -> None:
+    assert [worth(slow, KEYS[:4], 1.0) for _ in range(5)] == [0] * 5
+    assert worth(slow, KEYS[:1], 11.0) == 1
+    assert worth(slow, KEYS[1:2], 11.0) == 0
+    slow.store.poll()
+    assert look_ahead(slow, KEYS[:4]) == Prefix(4, 4), "nobody knows how long computing takes"
+    assert worth(slow, KEYS[4:5], 26.0) == 0
+    assert worth(slow, KEYS[4:5], 31.0) == 1, "behind four of those"
+
+
+def test_a_promise_is_to_the_tier_that_would_serve(slow: Rig) -> None:
+    slow.put(slow.host, KEYS[:4])
+    for _ in range(5):
+        assert worth(slow, KEYS[:4], 11.0) == 4
+    assert worth(slow, KEYS[4:5], 11.0) == 1
+
+
+def test_a_read_that_begins_takes_its_promise_away(slow: Rig) -> None:
+    """What is being read was waited for twice."""
+    assert worth(slow, KEYS[:1], 17.0) == 1
+    with holding(slow.disk, Direction.READ):
+        job_id = slow.store.read([Chunk(KEYS[0], buffer_of(SIZE))])
+        assert worth(slow, KEYS[1:2], 17.0) == 1, "one chunk is before it"
+        assert worth(slow, KEYS[2:3], 17.0) == 0, "two are"
+        slow.store.poll()
+        assert worth(slow, KEYS[3:4], 17.0) == 1, "the one that is being read is not forgotten"
+    assert slow.wait(job_id).done
+
+
+def test_a_read_that_nobody_promised_is_waited_for_as_well(slow: Rig) -> None:
+    """A promise that was never made was taken back, and the tier seemed to be idle."""
+    with holding(slow.disk, Direction.READ):
+        job_id = slow.store.read([Chunk(key, buffer_of(SIZE)) for key in KEYS[:2]])
+        assert worth(slow, KEYS[2:3], 19.0) == 0
+        assert worth(slow, KEYS[2:3], 21.0) == 1
+    assert slow.wait(job_id).done
+
+
+@pytest.fixture
+def slow_host(back: Callable[..., Rig]) -> Rig:
+    """A rig whose host tier has the first of KEYS, and took 10 s to read it; the next chunk that
+    is written has it demoted."""
+    rig = back(2)
+    rig.write(KEYS[:1])
+    with holding(rig.host, Direction.READ) as reached:
+        job_id = rig.store.read([Chunk(KEYS[0], buffer_of(SIZE))], 100.0)
+        wait_until(lambda: not rig.store.poll() and bool(reached), "the read")
+        rig.host.slow_down(rig.clock, 10.0)
+    rig.wait(job_id)
+    return rig
+
+
+def test_a_read_waits_for_the_demotion_before_it(slow_host: Rig) -> None:
+    rig = slow_host
+    with holding(rig.host, Direction.READ):
+        rig.store.write(chunks_of(KEYS[1:2]))
+        ended: list[JobResult] = []
+        wait_until(lambda: bool(ended.extend(rig.store.poll()) or ended), "the write")
+        wait_until(lambda: rig.host.jobs[-1].copying or rig.store.poll() != [], "the demotion")
+        assert worth(rig, KEYS[1:2], 14.0) == 0
+        assert worth(rig, KEYS[1:2], 16.0) == 1
+    rig.settle()
+
+
+def test_a_demotion_is_no_probe(slow_host: Rig) -> None:
+    """A tier that was judged too slow was not tried again as long as anything was demoted from
+    it, which teaches nothing."""
+    rig = slow_host
+    assert worth(rig, KEYS[:1], 0.001) == 0
+    rig.clock.advance(31.0)
+    rig.write(KEYS[1:2])
+    rig.settle()
+    assert rig.demotions(outcome="done") == 1
+    assert worth(rig, KEYS[:2], 0.001) == 2
+
+
+def test_what_is_ahead_is_never_less_than_nothing(make: Make) -> None:
+    rig = make(lower=("disk",))
+    rig.put(rig.disk, KEYS)
+    subject = pipeline.Pipeline([rig.disk], rig.context, Manager([None]), deque())
+
+    def ahead_bytes() -> int:
+        (estimate,) = subject.estimates()
+        assert estimate is not None
+        assert estimate.queued_bytes >= 0
+        return estimate.queued_bytes
+
+    def begin() -> None:
+        subject.read([Chunk(KEYS[0], buffer_of(SIZE))], 10.0)
+
+    def end() -> None:
+        wait_until(lambda: bool(subject.poll()) or not subject.unfinished, "the read")
+
+    assert subject.estimates() == [None]
+    begin()
+    end()
+    assert ahead_bytes() == 0
+    subject.promise(0, 100)
+    assert ahead_bytes() == 100
+    begin()
+    assert ahead_bytes() == SIZE, "more than was promised"
+    end()
+    assert ahead_bytes() == 0
+    subject.promise(0, 3 * SIZE)
+    begin()
+    assert ahead_bytes() == 3 * SIZE, "as much as before, a part of it under way"
+    begin()
+    begin()
+    assert ahead_bytes() == 3 * SIZE
+    begin()
+    assert ahead_bytes() == 4 * SIZE
+    while subject.unfinished:
+        end()
+    assert ahead_bytes() == 0
+
+
+# What demotions leave as it was.
+
+
+def test_a_demotion_does_not_make_its_chunk_recent(back: Callable[..., Rig]) -> None:
+    """It was read to be copied down, and so it was the last to be evicted, although nobody had
+    used it: what was in use had to leave instead."""
+    rig = back(4)
+    rig.put(rig.disk, KEYS[9:10])
+    rig.write(KEYS[:1])
+    rig.write(KEYS[1:2])
+    assert rig.read(KEYS[9:10]).tiers == ("disk",)
+    rig.write(KEYS[2:3])
+    rig.settle()
+    assert present(rig.disk, KEYS[:3]) == [True, False, False], "the first was demoted"
+    asked = [*KEYS[:3], KEYS[9]]
+    assert present(rig.host, asked) == [True] * 4
+    rig.write(KEYS[3:4])
+    rig.settle()
+    assert present(rig.host, asked) == [False, True, True, True], "and is the oldest all the same"
+
+
+def test_what_is_demoted_is_copied_and_what_is_asked_for_is_used(back: Callable[..., Rig]) -> None:
+    rig = back(2)
+    rig.write(KEYS[:1])
+    rig.write(KEYS[1:2])
+    rig.settle()
+    rig.read(KEYS[:1])
+    below = [job.copying for job in rig.disk.jobs]
+    assert (rig.disk.asked(Direction.WRITE), below) == (KEYS[:1], [True])
+    kinds = [(job.direction, job.copying) for job in rig.host.jobs]
+    assert kinds == [
+        (Direction.WRITE, False), (Direction.WRITE, False), (Direction.READ, True),
+        (Direction.READ, False),
+    ]  # fmt: skip
+
+
+def test_a_demotion_teaches_nothing_of_a_tiers_speed(back: Callable[..., Rig]) -> None:
+    """One that waited behind others made the host tier look slow, and nothing was read from it."""
+    rig = back(2)
+    rig.write(KEYS[:1])
+    with holding(rig.host, Direction.READ) as reached:
+        rig.store.write(chunks_of(KEYS[1:2]))
+        wait_until(lambda: bool(rig.store.poll() or reached), "the write")
+        wait_until(lambda: not rig.store.poll() and bool(reached), "the demotion")
+        rig.host.slow_down(rig.clock, 10.0)
+    wait_until(lambda: bool(rig.store.poll() or not rig.host.outstanding), "its end")
+    wait_until(lambda: not rig.store.poll() and not rig.disk.outstanding, "all of it")
+    assert rig.demotions(outcome="done") == 1
+    assert worth(rig, KEYS[:2], 0.001) == 2, "nobody has read from it yet, so it may be fast"
+    assert rig.read(KEYS[:2]).tiers == ("host",) * 2
+    assert worth(rig, KEYS[:2], 0.001) == 2

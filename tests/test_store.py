@@ -1,5 +1,7 @@
 """The store: several tiers behave as one, and one tier's fault costs no more than that tier."""
 
+import itertools
+import os
 import random
 import shutil
 import tempfile
@@ -31,6 +33,7 @@ from stepwell.core.types import (
 from stepwell.errors import ClosedError, ConfigError
 from stepwell.manager import Manager, WriteMode
 from stepwell.policy.breaker import Breaker
+from stepwell.policy.breaker import State as BreakerState
 from stepwell.settings import Settings
 from stepwell.store import Store
 from stepwell.testing import FaultyTier, buffer_of, key_of, payload_of
@@ -46,6 +49,7 @@ ABSENT = ChunkResult(Outcome.MISS, Reason.ABSENT)
 BAD = ChunkResult(Outcome.MISS, Reason.CHECKSUM)
 BROKEN = ChunkResult(Outcome.FAILED, Reason.IO_ERROR)
 REFUSED = ChunkResult(Outcome.FULL, Reason.QUEUE_FULL)
+NOT_ADMITTED = ChunkResult(Outcome.FULL, Reason.NOT_ADMITTED)
 KEYS = [key_of(f"c{idx}") for idx in range(8)]
 
 
@@ -787,3 +791,293 @@ TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = SETTINGS
 TestBackMachine = BackMachine.TestCase
 TestBackMachine.settings = SETTINGS
+
+
+# The caller's mistakes.
+
+
+class Strict(Harness):
+    """A store over one guarded tier that opens its breaker at the first bad result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.breaker = Breaker(num_in_a_row=1, latency_limit_s=1e6)
+        self.store = Store([GuardedTier(self.upper, self.breaker, self.context)], self.context)
+        assert write(self.store, KEYS[:2]).done
+
+    def check_nothing_begun(self) -> None:
+        """Nothing waits to be reported, nobody is overdue, and all goes on as before."""
+        assert self.store.unfinished == 0
+        self.clock.advance(1000.0)
+        assert self.store.poll() == []
+        assert self.store.overdue() == []
+        assert self.breaker.state is BreakerState.CLOSED
+        assert not self.store.degraded
+        assert self.context.metrics.value("internal_errors") == 0
+        assert self.context.metrics.value("write_chunks") == 2
+        assert read(self.store, KEYS[:3]).results == (DONE, DONE, ABSENT)
+        self.context.leases.acquire(KEYS[:1], 1.0).release()
+
+
+@pytest.fixture
+def strict() -> Iterator[Strict]:
+    harness = Strict()
+    yield harness
+    harness.store.close()
+
+
+@pytest.mark.parametrize("key_bytes", [0, 5, 32, 97, 1000])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_key_of_a_wrong_length_is_refused(strict: Strict, key_bytes: int, first: bool) -> None:
+    """Before anything is begun of the chunks beside it; and it is no failure of the tier's."""
+    keys = [KEYS[0], Key(bytes(key_bytes))]
+    if first:
+        keys.reverse()
+    chunks = [Chunk(key, buffer_of(SIZE, b"\xee" * SIZE)) for key in keys]
+    for call in (
+        lambda: strict.store.read(chunks),
+        lambda: strict.store.write(chunks),
+        lambda: strict.store.touch(keys),
+    ):
+        with pytest.raises(ValueError, match=f"key_bytes={key_bytes}$"):
+            call()
+    assert {bytes(chunk.buffer) for chunk in chunks} == {b"\xee" * SIZE}
+    strict.check_nothing_begun()
+
+
+def test_the_shortest_and_the_longest_key(strict: Strict) -> None:
+    for key_bytes in (33, 96):
+        keys = [Key(bytes(key_bytes))]
+        assert write(strict.store, keys).done
+        assert read(strict.store, keys).done
+        assert wait(strict.store, strict.store.touch(keys)).done
+
+
+def every_second(size_bytes: int) -> memoryview:
+    return memoryview(bytearray(2 * size_bytes))[::2]
+
+
+@pytest.mark.parametrize(
+    ("buffer", "words"),
+    [
+        (memoryview(b""), "bytes=0"),
+        (memoryview(bytearray(SIZE))[:0], "bytes=0"),
+        (every_second(SIZE), "contiguous=False"),
+        (memoryview(bytearray(SIZE)).cast("I"), "format=I"),
+        (memoryview(bytearray(SIZE)).cast("b"), "format=b"),
+        (memoryview(bytearray(SIZE)).cast("c"), "format=c"),
+        (memoryview(bytearray(SIZE)).cast("B", [64, SIZE // 64]), "ndim=2"),
+    ],
+)
+def test_a_buffer_that_no_tier_could_use_is_refused(
+    strict: Strict, buffer: memoryview, words: str
+) -> None:
+    """It failed on a tier's thread, which looked like a drive that fails: three of them, and
+    nobody asked that drive any more."""
+    good = Chunk(KEYS[0], buffer_of(SIZE, b"\xee" * SIZE))
+    for chunks in ([good, Chunk(KEYS[1], buffer)], [Chunk(KEYS[1], buffer), good]):
+        for call in (strict.store.read, strict.store.write):
+            with pytest.raises(ValueError, match=words):
+                call(chunks)
+    assert bytes(good.buffer) == b"\xee" * SIZE
+    strict.check_nothing_begun()
+
+
+def test_a_buffer_that_cannot_be_written_to_is_refused_for_a_read(strict: Strict) -> None:
+    """And is as good as any for a write."""
+    good, fixed = Chunk(KEYS[0], buffer_of(SIZE)), Chunk(KEYS[1], memoryview(bytes(SIZE)))
+    with pytest.raises(ValueError, match="readonly=True"):
+        strict.store.read([good, fixed])
+    strict.check_nothing_begun()
+    assert wait(strict.store, strict.store.write([fixed])).results[0].reason is Reason.EXISTS
+
+
+@pytest.mark.parametrize("deadline_s", [0, 0.0, -1.0, float("-inf"), float("nan"), None])
+def test_a_deadline_that_is_none_is_refused(strict: Strict, deadline_s: float) -> None:
+    """One that nothing is ever later than would never be given up."""
+    chunks = chunks_of(KEYS[:2])
+    for call in (
+        lambda: strict.store.read(chunks, deadline_s),
+        lambda: strict.store.write(chunks, deadline_s),
+        lambda: strict.store.touch(KEYS[:2], deadline_s),
+    ):
+        with pytest.raises(ValueError, match=f"deadline_s={deadline_s}"):
+            call()
+    strict.check_nothing_begun()
+
+
+@pytest.mark.parametrize(("chunk_bytes", "chunk_tokens"), [(0, 16), (SIZE, 0), (-1, 16), (1, -16)])
+def test_a_look_ahead_at_chunks_of_nothing_is_refused(
+    strict: Strict, chunk_bytes: int, chunk_tokens: int
+) -> None:
+    """It divided by zero, if the store had anything of the prompt, and only then."""
+    for keys in (KEYS[:2], KEYS[4:6], []):
+        for rate in (None, 100.0):
+            with pytest.raises(ValueError, match=f"chunk_bytes={chunk_bytes} chunk_tokens="):
+                strict.store.look_ahead(
+                    keys, chunk_bytes=chunk_bytes, chunk_tokens=chunk_tokens,
+                    prefill_tokens_per_s=rate,
+                )  # fmt: skip
+    strict.check_nothing_begun()
+
+
+# A drive whose budget is spent.
+
+
+class Worn:
+    """A store on a drive of which a budget of ``day_bytes`` may be written a day."""
+
+    def __init__(self, path: Path, day_bytes: int, **settings: str | int) -> None:
+        status = os.statvfs(path.parent)
+        drive_bytes = status.f_blocks * status.f_frsize
+        self.settings = Settings(
+            (path,), 64 << 20, min_free_bytes=0, io_threads=1,
+            drive_writes_per_day=day_bytes / drive_bytes, **settings,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.clock = ManualClock()
+        self.next_key = 0
+        self.open()
+
+    def open(self) -> None:
+        self.context = TierContext(clock=self.clock)
+        self.store = Store.open(self.settings, self.context)
+
+    @property
+    def pressure(self) -> float:
+        return self.store.gauges()["write_pressure", "disk"]
+
+    @property
+    def written_bytes(self) -> float:
+        return self.store.gauges()["written_bytes", "disk"]
+
+    def pass_time(self, seconds: float) -> None:
+        """Time passes, once the drive has ended what it was at."""
+        assert self.store.drives[0].drain(30)
+        self.clock.advance(seconds)
+
+    def offer(self, count: int) -> int:
+        """Write so many new chunks one by one; how many the drive took."""
+        taken = 0
+        for _ in range(count):
+            self.next_key += 1
+            self.pass_time(0.2)
+            (result,) = write(self.store, [key_of(f"n{self.next_key}")]).results
+            assert result in (DONE, NOT_ADMITTED)
+            taken += result == DONE
+        return taken
+
+    def spend(self) -> None:
+        """Offer beginnings of prompts twice each, which are refused last, until nothing is left."""
+        results = [DONE]
+        while results[-1] == DONE:
+            self.next_key += 1
+            key = key_of(f"n{self.next_key}")
+            results = []
+            for _ in range(2):
+                self.pass_time(0.2)
+                chunk = Chunk(key, buffer_of(SIZE, payload_of(key, SIZE)), end_token=16)
+                (result,) = wait(self.store, self.store.write([chunk])).results
+                results.append(DONE if result.outcome is Outcome.DONE else result)
+            assert results[-1] in (DONE, NOT_ADMITTED)
+            assert self.next_key < 10_000, "it never ends"
+
+
+@pytest.fixture
+def worn(tmp_path: Path) -> Iterator[Worn]:
+    worn = Worn(tmp_path / "kv", 2 << 20)
+    yield worn
+    worn.store.close()
+
+
+def test_what_is_written_is_bounded_by_the_drives_endurance(worn: Worn) -> None:
+    """Half of a day's budget is written freely; then less and less is admitted of what was never
+    seen before, and as days pass as much again. What is there is served all the time."""
+    assert worn.pressure == 0.0
+    pressures, taken = [], []
+    for _ in range(14):
+        taken.append(worn.offer(25))
+        pressures.append(worn.pressure)
+    assert taken[:4] == [25] * 4, "half of two MiB are 128 records of 8 KiB"
+    assert sum(taken[7:]) < 40, "of 175"
+    assert sum(taken) * 2 * SIZE < 2 << 20
+    steps = itertools.pairwise(pressures)
+    assert all(after > before - 0.001 for before, after in steps), "some seconds give back little"
+    assert 0.3 < pressures[-1] < 0.55, "from half pressure on nothing new is admitted"
+    refused = {"tier": "disk", "reason": "not_admitted"}
+    assert worn.context.metrics.value("write_chunks", **refused) == 350 - sum(taken)
+    before = worn.written_bytes
+    assert read(worn.store, [key_of(f"n{number}") for number in range(1, 21)]).done
+    assert worn.written_bytes - before < 4096, "what is read says only that it was used"
+    pressures = []
+    for _ in range(4):
+        worn.pass_time(6 * 3600.0)
+        pressures.append(worn.pressure)
+    assert pressures == sorted(pressures, reverse=True)
+    assert pressures[-1] == 0.0, "after a day all is as at the beginning"
+    assert worn.offer(100) == 100
+
+
+def test_a_budget_that_is_spent_admits_nothing(worn: Worn) -> None:
+    """Not even what was offered before, or what stands at the beginning of a prompt."""
+    worn.spend()
+    assert worn.pressure > 0.99
+    assert (2 << 20) - (32 << 10) < worn.written_bytes < (2 << 20) + (32 << 10)
+    before = worn.written_bytes
+    for _ in range(3):
+        assert worn.offer(20) == 0
+    again = [key_of(f"n{worn.next_key}")]
+    for _ in range(5):
+        worn.pass_time(0.2)
+        assert write(worn.store, again).results == (NOT_ADMITTED,)
+    assert worn.written_bytes == before
+    worn.pass_time(3 * 3600.0)
+    assert 0.6 < worn.pressure < 0.9, "an eighth of a day's budget"
+    worn.spend()
+    assert worn.written_bytes < (2 << 20) * 9 / 8 + (64 << 10)
+    for days in (1, 2):
+        worn.pass_time(86_400.0)
+        assert worn.pressure == 0.0
+        assert worn.offer(100) == 100, days
+
+
+def test_a_budget_is_spent_after_a_restart_as_well(worn: Worn) -> None:
+    """Or a drive whose engine is started each hour would be worn out."""
+    worn.spend()
+    pressure, written_bytes = worn.pressure, worn.written_bytes
+    wear = worn.store.drives[0].wear
+    for _ in range(3):
+        worn.store.close()
+        worn.open()
+        assert worn.pressure >= pressure - 1e-3
+        assert written_bytes <= worn.written_bytes <= written_bytes + (64 << 10)
+        assert worn.store.drives[0].wear.first_s == wear.first_s
+        assert worn.offer(10) == 0
+    worn.store.close()
+    worn.clock.advance(2 * 86_400.0)
+    worn.open()
+    assert worn.pressure == 0.0, "days pass while nobody runs, too"
+    assert worn.offer(20) == 20
+
+
+def test_without_a_budget_nothing_is_refused(tmp_path: Path) -> None:
+    worn = Worn(tmp_path / "kv", 0)
+    assert worn.offer(350) == 350
+    assert worn.pressure == 0.0
+    worn.store.close()
+
+
+def test_what_is_demoted_is_bounded_as_well(tmp_path: Path) -> None:
+    """Under write-back it is the demotion that writes, and what it may not write is let go."""
+    worn = Worn(tmp_path / "kv", 1 << 20, write_mode="back", host_capacity_bytes=8 * SIZE)
+    metrics = worn.context.metrics
+    give_up_s = time.monotonic() + 120
+    for number in range(1, 301):
+        assert worn.offer(1) == 1, "the host tier takes all of it"
+        while metrics.value("demoted_chunks") < number - 4:  # half of that tier
+            assert worn.store.poll() == []
+            assert time.monotonic() < give_up_s
+    refused = metrics.value("demoted_chunks", reason="not_admitted")
+    assert refused > 100
+    assert metrics.value("demoted_chunks", outcome="done") == 296 - refused
+    assert worn.written_bytes < 1 << 20
+    worn.store.close()

@@ -50,6 +50,8 @@ class Reason(StrEnum):
     IDENTITY = "identity"
     TRUNCATED = "truncated"
     LAYOUT = "layout"
+    """Of another length than was asked for. A key names the layout too, so the record is as wrong
+    as any, and is set aside."""
     NOT_A_FILE = "not_a_file"
     EXPIRED = "expired"
     NOT_WORTH = "not_worth"
@@ -112,12 +114,15 @@ class Job:
         chunks: at least one.
         deadline_s: seconds from submission after which chunks that have not begun are given up
             (MISS or FULL with Reason.DEADLINE). A system call that has begun is waited for.
+        copying: the store copies from tier to tier for its own purposes; nobody uses the chunks,
+            so they do not become recent by it.
     """
 
     job_id: int
     direction: Direction
     chunks: Sequence[Chunk]
     deadline_s: float = 10.0
+    copying: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ class RequestBooks(Generic[K]):
         leases: on what is being read and written.
         positions: of all chunks of the prompt, as the engine knows them.
         worth_tokens: position in the prompt up to which reading is worth it; None if undecided.
-        group: of chunks, by which tokens are counted and worth is decided.
+        group: index of the KV group by which tokens are counted and worth is decided; None
+            before anything was asked.
     """
 
     misses: dict[K, Reason] = field(default_factory=dict)
@@ -37,7 +38,7 @@ class RequestBooks(Generic[K]):
     leases: list[Lease] = field(default_factory=list)
     positions: Mapping[K, int] = field(default_factory=dict)
     worth_tokens: float | None = None
-    group: bytes = b""
+    group: int | None = None
 
     def may_ask(self, key: K) -> bool:
         """Whether asking again may have another answer than a miss."""

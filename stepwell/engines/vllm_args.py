@@ -1,6 +1,6 @@
 """The value for vLLM's --kv-transfer-config."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from stepwell.errors import ConfigError
 from stepwell.settings import Settings, parse_size
@@ -30,12 +30,12 @@ def kv_transfer_config(
         settings: further settings of the tier, by the names of `Settings.parse`.
 
     Raises:
-        ConfigError: a value is wrong.
+        ConfigError: a value is wrong, or could not be meant.
     """
     paths = [path] if isinstance(path, str) else list(path)
     where: dict[str, object] = {"path": paths[0]} if len(paths) == 1 else {"paths": paths}
     tier: dict[str, object] = {**where, "capacity": capacity, **(settings or {})}
-    Settings.parse(tier)
+    _check(Settings.parse(tier), tier)
     primary_bytes = parse_size(primary, "primary")
     if primary_bytes < 1 << 20:
         raise ConfigError(f"primary is at least 1MiB: primary={primary!r}")
@@ -55,3 +55,17 @@ def kv_transfer_config(
             "secondary_tiers": [{"type": "StepwellTier", "module_path": MODULE, **tier}],
         },
     }
+
+
+def _check(settings: Settings, tier: Mapping[str, object]) -> None:
+    """Raises ConfigError for what has the right form and cannot be meant."""
+    for path in settings.paths:
+        if len(path.parts) < 2:
+            raise ConfigError(
+                f"path is the root of the file system; give a directory for the store: path={path}"
+            )
+    if "weights_id" in tier and not settings.weights_id.strip():
+        raise ConfigError(
+            "weights_id is a text that changes with the weights; leave it out to have their "
+            f"fingerprint: weights_id={settings.weights_id!r}"
+        )

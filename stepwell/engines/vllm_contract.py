@@ -53,6 +53,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Calls(_BASE, "RequestOffloadingContext", ()),
     Calls(_BASE, "OffloadingMetricMetadata", ("documentation", "labelnames")),
     Names(_BASE, "", ("OffloadingCounterMetadata", "OffloadingGaugeMetadata", "OffloadKey")),
+    Calls(_BASE, "get_offload_group_idx", ("key",)),
     Names(_BASE, "OffloadingSpec", ("config", "blocks_per_chunk")),
     Names(
         _CONFIG,

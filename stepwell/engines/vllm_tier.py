@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
     OffloadKey,
     RequestOffloadingContext,
+    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
@@ -186,9 +187,10 @@ class StepwellTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality.LOCAL
         self._row_bytes = self.block_size_bytes
-        groups = offloading_spec.config.groups
-        self._num_groups = len(groups)
-        self._chunk_tokens = groups[0].tokens_per_block * offloading_spec.blocks_per_chunk
+        per_chunk = offloading_spec.blocks_per_chunk
+        self._chunk_tokens = [
+            group.tokens_per_block * per_chunk for group in offloading_spec.config.groups
+        ]
         with reported():
             self._settings = Settings.parse(settings)
             engine = self._engine()
@@ -238,13 +240,14 @@ class StepwellTier(SecondaryTierManager):
         state = self._requests.get(req_context.req_id)
         if state is None or self._root is None:
             return LookupResult.MISS
-        if not state.group:
-            state.group = _group_of(key)
+        if state.group is None:
+            state.group = get_offload_group_idx(key)
         if not state.may_ask(key):
             return LookupResult.MISS
         # PENDING is no hit: while a chunk is being written, the primary has it.
-        if self._store.lookup([make_key(self._root, key)])[0] is not Lookup.HIT:
-            state.miss(key, Reason.BREAKER if self._store.degraded else Reason.ABSENT)
+        full_key = make_key(self._root, key)
+        if self._store.lookup([full_key])[0] is not Lookup.HIT:
+            state.miss(key, self._store.why_missed(full_key))
             return LookupResult.MISS
         if not self._worth(state, key, req_context):
             state.miss(key, Reason.NOT_WORTH)
@@ -266,20 +269,21 @@ class StepwellTier(SecondaryTierManager):
             prefix = sorted(
                 (end, other)
                 for other, end in positions.items()
-                if end >= begin and _group_of(other) == state.group
+                if end >= begin and get_offload_group_idx(other) == state.group
             )
+            always = self._settings.read_when == "always"
             ahead = self._store.look_ahead(
                 [make_key(self._root, other) for _, other in prefix],
-                chunk_bytes=self._row_bytes * self._num_groups,
-                chunk_tokens=self._chunk_tokens,
-                prefill_tokens_per_s=self._timer.rate.tokens_per_s,
+                chunk_bytes=self._row_bytes * len(self._chunk_tokens),
+                chunk_tokens=self._chunk_tokens[state.group or 0],
+                prefill_tokens_per_s=None if always else self._timer.rate.tokens_per_s,
                 floor_tokens=self._settings.min_read_tokens,
             )
             # Everything that is there, if it is all worth it: more may turn up.
             whole = ahead.num_worth >= ahead.num_hits
             end = prefix[ahead.num_worth - 1][0] if ahead.num_worth else 0
             state.worth_tokens = math.inf if whole else end
-        return _group_of(key) != state.group or begin <= state.worth_tokens
+        return get_offload_group_idx(key) != state.group or begin <= state.worth_tokens
 
     @_guarded("on_request_finished", None)
     def on_request_finished(self, req_context: Any) -> None:
@@ -289,7 +293,10 @@ class StepwellTier(SecondaryTierManager):
             return
         positions: dict[OffloadKey, int] = req_context._offload_key_positions
         # Each token is counted once, by the group that decides how much is reused.
-        tokens = {key: self._chunk_tokens for key in positions if _group_of(key) == state.group}
+        chunk_tokens = self._chunk_tokens[state.group or 0]
+        tokens = {
+            key: chunk_tokens for key in positions if get_offload_group_idx(key) == state.group
+        }
         state.count(self._store.context.metrics, tokens)
         state.give_back_leases()
         # All of the prompt, not only what we were asked for: what the device or the primary
@@ -492,8 +499,3 @@ class StepwellTier(SecondaryTierManager):
                 # ABSENT here means that the chunk left between lookup and read.
                 absent = chunk_result.reason is Reason.ABSENT
                 state.miss(key, Reason.VANISHED if absent else chunk_result.reason)
-
-
-def _group_of(key: OffloadKey) -> bytes:
-    """The part of vLLM's key that names the KV group: its last four bytes."""
-    return key[-4:]

@@ -2,10 +2,9 @@
 
 import os
 import re
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,14 +17,15 @@ from stepwell.errors import ConfigError
 from stepwell.ops.contents import (
     Contents,
     JournalState,
+    found_extents,
     open_extent,
-    open_to_read,
     read_contents,
     read_journal,
     tag_at,
     usable_extents,
 )
 from stepwell.ops.findings import (
+    BLOCKED,
     DESCRIPTION,
     JOURNAL,
     STRAY,
@@ -36,9 +36,9 @@ from stepwell.ops.findings import (
     Strays,
 )
 from stepwell.ops.records import Examiner, Verdict, verdicts
-from stepwell.ops.repair import repair, strays_path
+from stepwell.ops.repair import clear_the_way, repair
 from stepwell.tiers.directory import EXTENT_SUFFIX, FoundExtent, StoreDirectory
-from stepwell.tiers.files import entries, tree_bytes
+from stepwell.tiers.files import Entry, entries, list_folder, tree_bytes
 from stepwell.tiers.slots import slot_of
 
 __all__ = ["check_store"]
@@ -70,13 +70,19 @@ def check_store(
         on_record: told the size of every record that was looked at.
 
     Raises:
-        ConfigError: there is no store at ``path``; or ``fix``, and a process owns it.
+        ConfigError: there is no store at ``path``; or ``fix``, and a process owns it, or what
+            keeps an engine from starting cannot be moved away.
         OSError: its extents cannot be listed.
     """
-    directory = open_to_read(path)
+    directory = StoreDirectory(path)
+    in_the_way = list(_blocked(directory))
     owner = directory.owner()
+    strays = _sizes_below(directory.strays)
+    if fix:
+        _refuse_owner(directory, owner)
+        in_the_way = clear_the_way(directory, in_the_way)
     leftovers = Strays() if owner is not None else _sizes_below(directory.partial)
-    with _owned(directory, owner) if fix else _not_owned():
+    with _owned(directory) if fix else nullcontext():
         contents = read_contents(directory, now_s=0.0)
         identities = directory.identities()
         on_start(contents.size_bytes)
@@ -92,9 +98,9 @@ def check_store(
         if owner is not None:
             tally.keep(_confirm(directory, tally.suspects, Examiner(identities, now_s)))
         bad += [verdict.bad for verdict in tally.suspects if verdict.bad is not None]
-        strays = _sizes_below(strays_path(directory))
         if fix:
             bad = repair(directory, contents, bad, tally.wiped)
+        bad = [*in_the_way, *bad]
     num_stale = len(tally.wiped) + len(contents.lost)
     roots = {contents.image.roots[number] for number in np.unique(contents.rows["root"]).tolist()}
     return CheckReport(
@@ -182,8 +188,7 @@ def _still_there(
         places = np.array([verdict.named.place for verdict in found], np.uint64)
         rows = image.rows[np.isin(image.rows["place"], places)]
         tags = dict(zip(rows["place"].tolist(), rows["tag"].tolist(), strict=True))
-    usable = usable_extents(directory, directory.find_extents())
-    extents = {extent.extent_id: extent for extent in usable}
+    extents = {extent.extent_id: extent for extent in usable_extents(directory)}
     there = []
     for verdict in found:
         extent_id, slot_idx = slot_of(verdict.named.place)
@@ -197,6 +202,12 @@ def _still_there(
 
 
 # What is around them.
+
+
+def _blocked(directory: StoreDirectory) -> Iterator[Bad]:
+    for fault in directory.faults():
+        remedy = Remedy.WRITE if fault.path == directory.marker else Remedy.MOVE
+        yield Bad(fault.path, BLOCKED, fault.detail, tree_bytes(fault.path), remedy)
 
 
 def _journal_faults(directory: StoreDirectory, contents: Contents) -> Iterator[Bad]:
@@ -216,9 +227,9 @@ def _surroundings(
 ) -> Iterator[Bad]:
     """Damaged descriptions and extents, and whatever lies among them without being one."""
     try:
-        os.listdir(directory.roots)
-    except FileNotFoundError:
-        pass  # nothing was ever described
+        list_folder(directory.roots)
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # nothing was ever described; or something else lies there, which is said already
     except OSError as error:
         yield Bad(directory.roots, UNREADABLE, str(error.strerror), 0, Remedy.LEAVE)
     for entry in entries(directory.roots):
@@ -235,8 +246,7 @@ def _extent_faults(directory: StoreDirectory) -> Iterator[Bad]:
     # First whatever lies there, then the extents: one that an engine makes now is none of the
     # former, and the other way round it would be taken for a stray.
     lying = entries(directory.extents)
-    found = {extent.path: extent for extent in directory.find_extents()}
-    usable = {extent.path for extent in usable_extents(directory, found.values())}
+    found = {extent.path: extent for extent in found_extents(directory)}
     for entry in lying:
         extent = found.get(entry.path)
         if extent is None:
@@ -246,9 +256,6 @@ def _extent_faults(directory: StoreDirectory) -> Iterator[Bad]:
         if extent.size_bytes < extent.slot_bytes:
             detail = f"shorter than a slot: bytes={extent.size_bytes}"
             reason, remedy = Reason.TRUNCATED.value, Remedy.MOVE
-        elif extent.path not in usable:
-            detail = "another extent has its number; an engine cannot tell which one is meant"
-            reason, remedy = STRAY, Remedy.MOVE
         elif rest_bytes:
             detail = f"what follows its last whole slot is no slot: bytes={rest_bytes}"
             reason, remedy = Reason.LAYOUT.value, Remedy.CUT
@@ -258,12 +265,10 @@ def _extent_faults(directory: StoreDirectory) -> Iterator[Bad]:
         yield Bad(extent.path, reason, detail, extent.size_bytes, remedy)
 
 
-def _no_extent(entry: os.DirEntry[str]) -> Iterator[Bad]:
-    try:
-        regular = stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode)
-    except OSError:
+def _no_extent(entry: Entry) -> Iterator[Bad]:
+    if not os.path.lexists(entry.path):
         return  # it left meanwhile
-    if regular or not entry.name.endswith(EXTENT_SUFFIX):
+    if entry.is_regular or not entry.name.endswith(EXTENT_SUFFIX):
         detail, reason = "not an extent, yet it lies among them", STRAY
     else:
         detail, reason = "not a regular file", Reason.NOT_A_FILE.value
@@ -288,20 +293,18 @@ def _sizes_below(folder: str) -> Strays:
 # Ownership.
 
 
-@contextmanager
-def _owned(directory: StoreDirectory, owner: int | None) -> Iterator[None]:
+def _refuse_owner(directory: StoreDirectory, owner: int | None) -> None:
     if owner is not None:
         raise ConfigError(
             f"an engine uses this store, and --fix would change files under it; stop the "
             f"engine, or check without --fix: path={directory.path} pid={owner or 'unknown'}"
         )
+
+
+@contextmanager
+def _owned(directory: StoreDirectory) -> Iterator[None]:
     directory.open()
     try:
         yield
     finally:
         directory.close()
-
-
-@contextmanager
-def _not_owned() -> Iterator[None]:
-    yield

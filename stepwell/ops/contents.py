@@ -9,7 +9,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,9 +20,10 @@ import numpy.typing as npt
 
 from stepwell.core.keys import fingerprint
 from stepwell.core.record import PAGE_BYTES, Header
-from stepwell.errors import ConfigError, DataError
+from stepwell.errors import DataError
 from stepwell.tiers import blockio
 from stepwell.tiers.directory import FoundExtent, StoreDirectory
+from stepwell.tiers.files import open_in_folder
 from stepwell.tiers.journal import ASIDE_REASONS, ENTRY, Image, JournalError, replay
 from stepwell.tiers.ledger import Ledger
 from stepwell.tiers.slots import place_of
@@ -31,6 +32,7 @@ __all__ = [
     "ASIDE_REASONS",
     "Contents",
     "JournalState",
+    "found_extents",
     "open_extent",
     "open_to_read",
     "read_contents",
@@ -119,10 +121,8 @@ def open_to_read(path: Path) -> StoreDirectory:
     """The store at ``path``, not owned.
 
     Raises:
-        ConfigError: there is none, or it has another format.
+        ConfigError: there is none, it has another format, or no engine would start with it.
     """
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"path is a file; give the directory of a store: path={path}")
     directory = StoreDirectory(path)
     directory.open_to_read()
     return directory
@@ -142,7 +142,7 @@ def read_contents(directory: StoreDirectory, *, now_s: float) -> Contents:
     # The journal first: whatever it names was there when it was written, and what an engine
     # made since then is not named. The other way round a new extent would seem to be missing.
     journal = read_journal(directory)
-    extents = usable_extents(directory, directory.find_extents())
+    extents = usable_extents(directory)
     image = journal.image
     if image is None:
         image = Ledger.image_of(_headers(extents), now_s)
@@ -188,18 +188,25 @@ def read_journal(directory: StoreDirectory) -> FoundJournal:
         return FoundJournal(JournalState.DAMAGED, size_bytes=len(data), error=str(error))
 
 
-def usable_extents(directory: StoreDirectory, found: Iterable[FoundExtent]) -> list[FoundExtent]:
-    """Of the extents that were found those with at least one whole slot, by number.
+def found_extents(directory: StoreDirectory) -> list[FoundExtent]:
+    """As `StoreDirectory.find_extents`; none where no directory is in their place.
 
-    Of several with one number it is the first by name, and a name with needless zeros is none:
-    an engine could not tell which file it means.
+    Raises:
+        OSError: they cannot be listed.
     """
-    usable: dict[int, FoundExtent] = {}
-    for extent in sorted(found, key=lambda each: each.path):
-        named = extent.path == directory.extent_path(extent.extent_id, extent.slot_bytes)
-        if named and extent.size_bytes >= extent.slot_bytes:
-            usable.setdefault(extent.extent_id, extent)
-    return [usable[extent_id] for extent_id in sorted(usable)]
+    try:
+        return directory.find_extents()
+    except NotADirectoryError:
+        return []  # which is one of `StoreDirectory.faults`
+
+
+def usable_extents(directory: StoreDirectory) -> list[FoundExtent]:
+    """Those with at least one whole slot, by number: the ones that an engine would use.
+
+    Raises:
+        OSError: they cannot be listed.
+    """
+    return [each for each in found_extents(directory) if each.size_bytes >= each.slot_bytes]
 
 
 @contextlib.contextmanager
@@ -217,7 +224,7 @@ def open_extent(path: str) -> Iterator[int]:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
-        fd = os.open(path, _OPEN_FLAGS)
+        fd = open_in_folder(path, _OPEN_FLAGS)
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         yield fd
@@ -237,7 +244,7 @@ def tag_at(extent: FoundExtent, slot_idx: int) -> int | None:
 
 
 def _open_direct(path: str) -> int:
-    fd = os.open(path, _OPEN_FLAGS | os.O_DIRECT)
+    fd = open_in_folder(path, _OPEN_FLAGS | os.O_DIRECT)
     try:
         # Some file systems open the file and then refuse to read it.
         os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0)

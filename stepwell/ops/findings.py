@@ -9,6 +9,7 @@ from stepwell.ops.contents import JournalState
 from stepwell.tiers.slots import slot_of
 
 __all__ = [
+    "BLOCKED",
     "DESCRIPTION",
     "JOURNAL",
     "PADDING",
@@ -21,6 +22,9 @@ __all__ = [
 ]
 
 # Beside `stepwell.core.types.Reason`.
+BLOCKED = "blocked"
+"""No engine would start with the store: its marker is wrong, or something lies in the place of one
+of its files or directories."""
 PADDING = "padding"
 """Bytes between the payload and the record's end are not zero."""
 STRAY = "stray"
@@ -44,6 +48,8 @@ class Remedy(StrEnum):
     """The extent is cut to whole slots."""
     MOVE = "move"
     """It is moved to the folder for strays; nothing in the store is deleted."""
+    WRITE = "write"
+    """The marker is written again; one that was damaged is moved to the strays."""
     LEAVE = "leave"
     """Nothing: it could not be read, so it may be whole."""
 

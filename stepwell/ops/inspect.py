@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from stepwell.ops.contents import (
 from stepwell.ops.live import LiveCounters, read_live
 from stepwell.policy.endurance import LifeProjection, project_life
 from stepwell.tiers.directory import FORMAT
+from stepwell.tiers.files import entries
 from stepwell.tiers.slots import BOOKKEEPING_BYTES
 
 __all__ = [
@@ -103,7 +104,9 @@ class Wear:
     """What this store wrote to its drive.
 
     Attributes:
-        written_bytes: so far; while an engine runs, as of its last note of it.
+        written_bytes: so far.
+        as_of_s: when that was so, seconds since the epoch: now where the running engine's counters
+            say it, else when it was last noted in the journal.
         since_s: when that count began, seconds since the epoch.
         rated_dwpd: the drive's rating as it was given, drive writes per day.
         life: what that makes of it; None where the file system has no size. It takes the file
@@ -111,6 +114,7 @@ class Wear:
     """
 
     written_bytes: int
+    as_of_s: float
     since_s: float
     rated_dwpd: float
     life: LifeProjection | None
@@ -195,7 +199,8 @@ def inspect_store(
         shm_dir: where vLLM's host memory lies; None for /dev/shm.
 
     Raises:
-        ConfigError: there is no store at ``path``, or the rating is out of range.
+        ConfigError: there is no store at ``path``, none that an engine would start with, or the
+            rating is out of range.
         OSError: its extents cannot be listed.
     """
     if not 0 < rated_dwpd < math.inf:
@@ -204,9 +209,10 @@ def inspect_store(
     owner = directory.owner()
     status = os.statvfs(path)
     total_bytes = status.f_blocks * status.f_frsize
-    partial_bytes = list(_sizes(directory.partial))
+    partial_bytes = [entry.size_bytes for entry in entries(directory.partial)]
     now_s = time.time()
     contents = read_contents(directory, now_s=now_s)
+    live = read_live(directory)
     return StoreReport(
         path=str(path),
         format=FORMAT,
@@ -221,11 +227,11 @@ def inspect_store(
         roots=tuple(_compare(_roots(contents, directory.identities()))),
         slots=tuple(_slot_sizes(contents)),
         quarantine=tuple(_quarantined(contents)),
-        wear=_wear(contents, now_s, total_bytes, rated_dwpd),
+        wear=_wear(contents, live, now_s, total_bytes, rated_dwpd),
         num_partial=len(partial_bytes),
         partial_bytes=sum(partial_bytes),
         abandoned=tuple(shm.find_abandoned(shm_dir or shm.SHM_DIR)),
-        live=read_live(directory),
+        live=live,
     )
 
 
@@ -311,23 +317,18 @@ def _aside_bytes(contents: Contents) -> dict[int, int]:
     return dict(zip(places.tolist(), contents.slot_bytes(places).tolist(), strict=True))
 
 
-def _wear(contents: Contents, now_s: float, drive_bytes: int, rated_dwpd: float) -> Wear | None:
+def _wear(
+    contents: Contents, live: LiveCounters | None, now_s: float, drive_bytes: int, rated_dwpd: float
+) -> Wear | None:
     state = contents.image.wear
     if state is None or not state.first_s:
         return None
+    written_bytes, as_of_s = state.written_bytes, state.as_of_s
+    # The counters do not say which of several drives this is.
+    by_drive = [] if live is None else list(live.by("written_bytes", "tier").values())
+    if len(by_drive) == 1 and math.isfinite(by_drive[0]):
+        written_bytes, as_of_s = max(written_bytes, int(by_drive[0])), now_s
     life = None
     if drive_bytes:
-        life = project_life(state.written_bytes, now_s - state.first_s, drive_bytes, rated_dwpd)
-    return Wear(state.written_bytes, state.first_s, rated_dwpd, life)
-
-
-def _sizes(directory: str) -> Iterable[int]:
-    try:
-        entries = list(os.scandir(directory))
-    except OSError:
-        return
-    for entry in entries:
-        try:
-            yield entry.stat(follow_symlinks=False).st_size
-        except OSError:
-            continue
+        life = project_life(written_bytes, now_s - state.first_s, drive_bytes, rated_dwpd)
+    return Wear(written_bytes, as_of_s, state.first_s, rated_dwpd, life)

@@ -4,11 +4,11 @@ A record that is wrong stays where it is and is noted in the journal as set asid
 does with one that it met: it is served no more, and its slot is the first to be used again. The
 journal is written anew for that, without what leads nowhere. Files that are not the store's are
 moved together into one folder inside the store: they may be somebody's, so that nothing is
-deleted, and where they lie an engine does not count them.
+deleted, and where they lie an engine does not count them. Of a link the link is moved, and what
+it leads to is not touched.
 """
 
 import os
-import secrets
 import stat
 import threading
 from collections.abc import Mapping, Sequence
@@ -19,6 +19,7 @@ import numpy as np
 from stepwell.ops.contents import ASIDE_REASONS, Contents
 from stepwell.ops.findings import Bad, Remedy
 from stepwell.tiers.directory import StoreDirectory
+from stepwell.tiers.files import open_in_folder
 from stepwell.tiers.journal import (
     Journal,
     Kind,
@@ -28,12 +29,38 @@ from stepwell.tiers.journal import (
     encode_wear,
 )
 
-__all__ = ["repair", "strays_path"]
+__all__ = ["clear_the_way", "repair"]
 
 
-def strays_path(directory: StoreDirectory) -> str:
-    """Where files that are not the store's are moved."""
-    return os.path.join(directory.path, "strays")
+def clear_the_way(directory: StoreDirectory, bad: Sequence[Bad]) -> list[Bad]:
+    """Do what is needed before a store can be owned. Nobody owns it, nor can while it is needed.
+
+    Args:
+        directory: owned by nobody.
+        bad: what no engine would start with.
+
+    Returns:
+        The same, saying which of them were fixed.
+    """
+    # The folder for strays first: the others go there.
+    order = sorted(bad, key=lambda each: each.path != directory.strays)
+    fixed = {
+        each.path
+        for each in order
+        if (each.remedy is Remedy.MOVE and _move(directory, each.path))
+        or (each.remedy is Remedy.WRITE and _write_marker(directory))
+    }
+    return [replace(each, fixed=each.path in fixed) for each in bad]
+
+
+def _write_marker(directory: StoreDirectory) -> bool:
+    try:
+        if os.path.lexists(directory.marker):
+            directory.set_aside(directory.marker)
+        directory.write_marker()
+    except OSError:
+        return False
+    return True
 
 
 def repair(
@@ -63,7 +90,7 @@ def repair(
                 fixed = _move(directory, each.path)
             case Remedy.CUT:
                 fixed = _cut(each.path, each.size_bytes - each.size_bytes % sizes[each.path])
-            case Remedy.LEAVE:
+            case Remedy.WRITE | Remedy.LEAVE:
                 fixed = False
         results.append(replace(each, fixed=fixed))
     return results
@@ -122,11 +149,8 @@ def _in_the_way(path: str) -> bool:
 
 
 def _move(directory: StoreDirectory, path: str) -> bool:
-    folder = strays_path(directory)
     try:
-        os.makedirs(folder, exist_ok=True)
-        name = f"{os.path.basename(path)}.{secrets.token_hex(4)}"
-        os.rename(path, os.path.join(folder, name))
+        directory.set_aside(path)
     except OSError:
         return False
     return True
@@ -134,7 +158,7 @@ def _move(directory: StoreDirectory, path: str) -> bool:
 
 def _cut(path: str, size_bytes: int) -> bool:
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_in_folder(path, os.O_WRONLY)
         try:
             os.ftruncate(fd, size_bytes)
         finally:

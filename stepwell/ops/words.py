@@ -79,6 +79,7 @@ _REASONS = {
     "stray": "not the store's, yet it lies among its files",
     "description": "the description of a root is damaged",
     "journal": "the journal is damaged",
+    "blocked": "no engine would start with it",
     "unreadable": "not readable by this user",
 }
 

@@ -1,6 +1,7 @@
 """A real tier around another that fails, misses or delays on chosen chunks."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from stepwell.core.keys import Key
 from stepwell.core.types import Chunk, ChunkResult, Direction, Job, JobResult, Lookup
@@ -55,7 +56,7 @@ class FaultyTier:
         faults = [self._fault(job.direction, chunk) for chunk in job.chunks]
         left = [chunk for chunk, fault in zip(job.chunks, faults, strict=True) if fault is None]
         if left or not job.chunks:
-            self.tier.submit(Job(job.job_id, job.direction, left, job.deadline_s))
+            self.tier.submit(replace(job, chunks=left))
             self._jobs[job.job_id] = (job, faults)
         else:
             results = tuple(fault for fault in faults if fault is not None)

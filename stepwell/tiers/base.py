@@ -31,6 +31,7 @@ class Tier(Protocol):
     """A place where chunks are kept. `stepwell.testing.TierContract` is the full contract.
 
     A tier may have more to tell, and is asked for it by name: ``used_bytes``; ``capacity_bytes``;
+    ``available``, whether it would take a job at present, taken for True where it is missing;
     ``under_way``, the operations that are running now as (job id or -1, monotonic seconds of its
     begin), which lets a breaker see a medium that stands still.
 

@@ -36,6 +36,11 @@ logger = logging.getLogger(__name__)
 # Neighbouring slots to read or write: place, row, index of the chunk.
 _Entry = tuple[int, int, int]
 
+_MAX_FAILED_PLACES = 4096
+# So many in a row that cannot be read: it is the drive, and not some sectors of it.
+_FAILURES_TO_STOP = 3
+_NOT_TRIED = ChunkResult(Outcome.FAILED, Reason.IO_ERROR)  # behind those: looks like them outside
+
 
 def slot_cost_bytes(payload_bytes: int) -> int:
     """Bytes of the capacity that a chunk takes: its record, and room for its journal entries."""
@@ -90,6 +95,8 @@ class DiskTier(ThreadedTier):
         self._ttl_s = ttl_s
         self._on_evicted = on_evicted
         self._closed = False
+        self._num_served = 0
+        self._failed_at: dict[int, int] = {}  # unreadable place -> number served by then
         self._drive = Drive(
             path,
             capacity_bytes,
@@ -199,9 +206,8 @@ class DiskTier(ThreadedTier):
                 for idx, result in self._read_run(run, chunks, now_s):
                     results[idx] = result
         finally:
-            for _, row, idx in begun:
-                wrong = results[idx].outcome is Outcome.MISS
-                ended.append((row, results[idx].reason if wrong else Reason.NONE))
+            for place, row, idx in begun:
+                ended.append((row, self._what_is_wrong(place, results[idx])))
             discard, wrong_rows = self._ledger.end_reads(ended)
             if discard:
                 self._drive.discard(discard)
@@ -236,12 +242,48 @@ class DiskTier(ThreadedTier):
         try:
             pages = self._files.read(run[0][0], slot_bytes, [chunk.buffer for chunk in wanted])
         except OSError as error:
+            if len(run) > 1:
+                return self._read_singly(run, chunks, now_s)
             logger.warning("a read failed: path=%s error=%s", self._drive.path, error)
             return [(idx, FAILED) for _, _, idx in run]
         return [
             (idx, _verdict(page, chunk, int(now_s * 1e6)))
             for (_, _, idx), page, chunk in zip(run, pages, wanted, strict=True)
         ]
+
+    def _read_singly(
+        self, run: Sequence[_Entry], chunks: Sequence[Chunk], now_s: float
+    ) -> list[tuple[int, ChunkResult]]:
+        """One bad sector must not take its neighbours along."""
+        results: list[tuple[int, ChunkResult]] = []
+        failed_in_a_row = 0
+        for entry in run:
+            if failed_in_a_row == _FAILURES_TO_STOP:
+                results.append((entry[2], _NOT_TRIED))
+                continue
+            ((idx, result),) = self._read_run([entry], chunks, now_s)
+            failed_in_a_row = failed_in_a_row + 1 if result == FAILED else 0
+            results.append((idx, result))
+        return results
+
+    def _what_is_wrong(self, place: int, result: ChunkResult) -> Reason:
+        """Why a record is to be set aside; NONE if it is not."""
+        if result.outcome is Outcome.DONE:
+            self._num_served += 1
+            if self._failed_at:
+                self._failed_at.pop(place, None)
+            return Reason.NONE
+        if result.outcome is Outcome.MISS:
+            return result.reason
+        if result is _NOT_TRIED:
+            return Reason.NONE
+        if len(self._failed_at) >= _MAX_FAILED_PLACES:
+            self._failed_at.clear()
+        if self._num_served > self._failed_at.setdefault(place, self._num_served):
+            # Again, and meanwhile others could be read: it is this sector, and not the drive.
+            self._failed_at.pop(place, None)
+            return Reason.IO_ERROR
+        return Reason.NONE
 
     def _write(self, chunks: Sequence[Chunk]) -> list[ChunkResult]:
         now_s = self._context.clock.wall()

@@ -47,6 +47,8 @@ FAILED = ChunkResult(Outcome.FAILED, Reason.IO_ERROR)
 # After a drive would not give more space it is not asked again for so long.
 _GROW_AGAIN_S = 1.0
 _NO_LIMIT_BYTES = 1 << 62
+# How often it is looked whether somebody has removed extents.
+_LOOK_EVERY_S = 1.0
 _WEAR_EVERY_BYTES = 16 << 20
 
 
@@ -91,32 +93,47 @@ class Drive:
         self._context = context
         self._min_free_bytes = min_free_bytes
         self._drive_writes_per_day = drive_writes_per_day
+        self._room_lock = threading.Lock()
+        self._grow_again_s = 0.0
+        self._grow_failed = False
+        self._shrunk_s = 0.0
+        self._looked_s = 0.0
+        self._renew_again_s = 0.0
+        self._described: set[Root] = set()
+        self._metrics_target = ""
+        self._wear_lock = threading.Lock()
         self._wear_seen_bytes = 0
+        self._wear_noted_bytes = 0
         _check_size(path, capacity_bytes, min_free_bytes)  # before anything is created
         self._directory = StoreDirectory(path)
         self._directory.open()
-        started = False
-        try:
-            self._start(capacity_bytes, policy, on_evicted)
-            started = True
-        except OSError as error:
-            raise ConfigError(f"path cannot be written ({error.strerror}): path={path}") from error
-        finally:
-            if not started:
-                self._abandon()
+        # Or the next try would be refused by this very process.
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._directory.close)
+            try:
+                self.direct = probe_direct(self._directory.partial)
+                self.files = ExtentFiles(self._directory, direct=self.direct)
+                undo.callback(self.files.close)
+                journal = Journal(self._directory.journal, self._directory.partial_path())
+                undo.callback(journal.close)
+                self.ledger = Ledger(
+                    capacity_bytes,
+                    make_policy(policy),
+                    context.leases.held_tag,
+                    journal,
+                    on_evicted,
+                )
+                self._adopt()
+            except OSError as error:
+                raise ConfigError(
+                    f"path cannot be written ({error.strerror}): path={path}"
+                ) from error
+            undo.pop_all()
         if not self.direct:
             logger.warning(
                 "O_DIRECT does not work here, going through the page cache: path=%s",
                 path,
             )
-
-    def _abandon(self) -> None:
-        # Or the next try would be refused by this very process.
-        if hasattr(self, "ledger"):
-            self.ledger.journal.close()
-        if hasattr(self, "files"):
-            self.files.close()
-        self._directory.close()
 
     def close(self) -> None:
         """Write down what is known, and give up the directory. Nobody reads or writes any more."""
@@ -149,6 +166,7 @@ class Drive:
 
     def note_metrics(self, target: str) -> None:
         """Say in the directory where this process exports its counters, for `stepwell inspect`."""
+        self._metrics_target = target
         self._directory.note_metrics(target)
 
     def owned(self) -> bool:
@@ -156,33 +174,6 @@ class Drive:
         return self._directory.owned()
 
     # Starting.
-
-    def _start(
-        self,
-        capacity_bytes: int,
-        policy: str,
-        on_evicted: Callable[[Evicted, int], object],
-    ) -> None:
-        directory = self._directory
-        self.direct = probe_direct(directory.partial)
-        self.files = ExtentFiles(directory, direct=self.direct)
-        journal = Journal(directory.journal, directory.partial_path())
-        self.ledger = Ledger(
-            capacity_bytes,
-            make_policy(policy),
-            self._context.leases.held_tag,
-            journal,
-            on_evicted,
-        )
-        self._room_lock = threading.Lock()
-        self._grow_again_s = 0.0
-        self._grow_failed = False
-        self._shrunk_s = 0.0
-        self._renew_again_s = 0.0
-        self._described: set[Root] = set()
-        self._wear_lock = threading.Lock()
-        self._wear_noted_bytes = 0
-        self._adopt()
 
     def _adopt(self) -> None:
         extents = []
@@ -243,6 +234,7 @@ class Drive:
         except OSError as error:
             logger.warning("a write failed: path=%s error=%s", self.path, error)
             return FAILED
+        self._mind_extents()
         self._mind_free_space()
         for root in roots:
             self._describe(root)
@@ -263,9 +255,7 @@ class Drive:
             self._note_wear()
         self.flush_journal()
         if journal.broken or journal.long(len(self.ledger)):
-            now_s = self._context.clock.monotonic()
-            if now_s >= self._renew_again_s and not self._renew_journal():
-                self._renew_again_s = now_s + _GROW_AGAIN_S
+            self._renew_journal()
 
     def _note_wear(self) -> None:
         self._wear_noted_bytes = self.files.written_bytes
@@ -298,6 +288,8 @@ class Drive:
     def _mind_ownership(self) -> None:
         """Begin anew where somebody removed the store while it was in use.
 
+        Where only LOCK was removed nobody else has owned the store since, and it is kept.
+
         Raises:
             OSError: another process owns it by now, or it cannot be made.
         """
@@ -306,19 +298,43 @@ class Drive:
         with self._room_lock:
             if self._directory.owned():
                 return
-            logger.warning("the store was removed, beginning anew: path=%s", self._directory.path)
+            only_lock = not self._directory.has_lock() and not self.files.lost()
             try:
                 self._directory.close()
                 self._directory.open()
+                self._directory.note_metrics(self._metrics_target)
             except ConfigError as error:
                 raise OSError(errno.EBUSY, str(error)) from error
-            # Only now: another owner's files have the same names.
             self._described.clear()
-            self.ledger.forget_all()
-            self._drop_unused()
-            for found in self._directory.find_extents():  # of an owner in between
-                os.unlink(found.path)
+            found = self._directory.find_extents()
+            if only_lock and {each.extent_id for each in found} == self.files.extent_ids:
+                logger.warning("LOCK was removed and made again: path=%s", self._directory.path)
+            else:
+                logger.warning(
+                    "the store was removed, beginning anew: path=%s", self._directory.path
+                )
+                # Only now: another owner's files have the same names.
+                self.ledger.forget()
+                self._drop_unused()
+                for each in self._directory.find_extents():  # of an owner in between
+                    os.unlink(each.path)
             self._renew_journal()
+
+    def _mind_extents(self) -> None:
+        """Forget what lies in extents that somebody removed: nobody would find it again."""
+        now_s = self._context.clock.monotonic()
+        if now_s < self._looked_s + _LOOK_EVERY_S:
+            return
+        self._looked_s = now_s
+        lost = self.files.lost()
+        if lost:
+            logger.warning(
+                "extents were removed, what lay in them is lost: path=%s extents=%d",
+                self._directory.path,
+                len(lost),
+            )
+            self.ledger.forget(lost)
+            self._drop_unused()
 
     def _drop_unused(self) -> None:
         for extent in self.ledger.take_unused():
@@ -399,6 +415,9 @@ class Drive:
         """Give space back where others have used up what was to stay free."""
         if not self._min_free_bytes:
             return
+        with contextlib.suppress(OSError):
+            if self.files.free_bytes() >= self._min_free_bytes:
+                return
         with contextlib.suppress(OSError), self._room_lock:
             now_s = self._context.clock.monotonic()
             missing_bytes = self._min_free_bytes - self.files.free_bytes()
@@ -431,9 +450,14 @@ class Drive:
         if not self.ledger.journal.flush(most_bytes if num_slots else _NO_LIMIT_BYTES):
             self._renew_journal()
 
-    def _renew_journal(self) -> bool:
+    def _renew_journal(self) -> None:
+        """A new snapshot; after one that could not be written, not at once again."""
+        now_s = self._context.clock.monotonic()
+        if now_s < self._renew_again_s:
+            return
         ledger, wear = self.ledger, self.wear
-        return ledger.journal.renew(ledger.lock, lambda: ledger.snapshot(wear))
+        if not ledger.journal.renew(ledger.lock, lambda: ledger.snapshot(wear)):
+            self._renew_again_s = now_s + _GROW_AGAIN_S
 
 
 def _return_memory() -> None:

@@ -102,6 +102,20 @@ class ExtentFiles:
         os.close(self._fds.pop(extent.extent_id))
         return True
 
+    @property
+    def extent_ids(self) -> set[int]:
+        """Those that are open."""
+        return set(self._fds)
+
+    def lost(self) -> set[int]:
+        """Extents whose files somebody has removed: what is written there is gone at the end."""
+        lost = set()
+        for extent_id, fd in tuple(self._fds.items()):
+            with contextlib.suppress(OSError):  # it is being dropped just now
+                if os.fstat(fd).st_nlink == 0:
+                    lost.add(extent_id)
+        return lost
+
     def shorten(self, extent: Extent) -> bool:
         """Cut an extent's file to the slots that it has left; False if that cannot be done."""
         try:
@@ -166,23 +180,30 @@ class ExtentFiles:
 
     def _scan_piece(self, piece: tuple[Extent, int]) -> list[tuple[int, Header]]:
         extent, begin = piece
-        fd, slot_bytes = self._fds[extent.extent_id], extent.slot_bytes
+        slot_bytes = extent.slot_bytes
         end = min(begin + _SCAN_SLOTS, extent.num_slots)
         # Small slots are read whole, many at once, rather than their headers one by one.
         step = max(1, _SCAN_BYTES // slot_bytes)
-        found = []
+        found: list[tuple[int, Header]] = []
         for first in range(begin, end, step):
-            count = min(step, end - first)
-            length = (count - 1) * slot_bytes + HEADER_BYTES
-            try:
-                pages = blockio.read_pages(fd, first * slot_bytes, length)
-            except OSError:
-                continue  # not readable: nothing that could be served
-            for idx in range(count):
-                page = pages[idx * slot_bytes : idx * slot_bytes + HEADER_BYTES]
-                with contextlib.suppress(DataError):  # never written, or torn
-                    place = place_of(extent.extent_id, first + idx)
-                    found.append((place, Header.unpack(page)))
+            found += self._scan_slots(extent, first, min(step, end - first))
+        return found
+
+    def _scan_slots(self, extent: Extent, first: int, count: int) -> list[tuple[int, Header]]:
+        fd, slot_bytes = self._fds[extent.extent_id], extent.slot_bytes
+        length = (count - 1) * slot_bytes + HEADER_BYTES
+        try:
+            pages = blockio.read_pages(fd, first * slot_bytes, length)
+        except OSError:
+            if count == 1:
+                return []  # not readable: nothing that could be served
+            singly = [self._scan_slots(extent, first + idx, 1) for idx in range(count)]
+            return [each for one in singly for each in one]
+        found = []
+        for idx in range(count):
+            page = pages[idx * slot_bytes : idx * slot_bytes + HEADER_BYTES]
+            with contextlib.suppress(DataError):  # never written, or torn
+                found.append((place_of(extent.extent_id, first + idx), Header.unpack(page)))
         return found
 
     def _wrote(self, num_bytes: int) -> None:

@@ -38,7 +38,7 @@ _GIVEN_UP = {
 _NO_JOB = -1
 _BATCH_BYTES = 16 << 20
 _BATCH_CHUNKS = 256
-# A read that has waited so long goes first, however much of it is left.
+# Once a read has waited so long, every other turn goes to the one that has waited longest.
 _PATIENCE_S = 1.0
 # A thread that does not come back within this is left behind: its drive does not answer.
 _CLOSE_WAIT_S = 10.0
@@ -57,8 +57,8 @@ class Work(Protocol):
         ...
 
     def use(self, prefix: Sequence[Key]) -> Sequence[bool]:
-        """Make chunks recent, the first the most; says which are there. Called before the job
-        that used them is reported, sometimes on the owner's thread, so it does no I/O."""
+        """Make chunks recent, the first the most; says which are there. Does no I/O. As a rule
+        it has been called when the job that used them is reported."""
         ...
 
     def settle(self) -> None:
@@ -112,11 +112,11 @@ class JobRunner:
     """Queues of jobs and the threads that take batches of chunks from them.
 
     Reads: the job with the least left to read goes first, so that of a burst one after the other
-    is complete, rather than all being half done; but none waits longer than a second for others
-    that came after it. Several reads that wait for the same chunk are served by one. Writes go in
-    order, and one that finds its chunk being written by another job ends with that. Every fourth
-    thread, or the last of two or three, looks at writes first, so that neither direction starves
-    the other.
+    is complete, rather than all being half done; but once one has waited for a second, every
+    other turn is the oldest one's, so that none starves. Several reads that wait for the same
+    chunk are served by one. Writes go in order, and one that finds its chunk being written by
+    another job ends with that. Every fourth thread, or the last of two or three, looks at writes
+    first, so that neither direction starves the other.
 
     Args:
         work: what to do with a batch.
@@ -149,6 +149,7 @@ class JobRunner:
         self._first_deadline_s = math.inf  # of what waits; may be early, never late
         self._finished: deque[JobResult] = deque()
         self._unfinished = 0
+        self._oldest_next = False
         self._closed = False
         self._threads = [
             threading.Thread(
@@ -223,7 +224,8 @@ class JobRunner:
                     self._writes.append(running)
             self._changed.notify(num_chunks)
         for idx in refused:
-            self._end_chunk(running, idx, ChunkResult(Outcome.FULL, Reason.QUEUE_FULL))
+            result = ChunkResult(Outcome.FULL, Reason.QUEUE_FULL)
+            self._end_chunk(running, idx, result, use_later=True)
 
     def _take_seats(self, running: _Running) -> None:
         for idx, chunk in enumerate(running.job.chunks):
@@ -238,7 +240,8 @@ class JobRunner:
         # The beginning of a prefix is of use without its end, so the end is what is refused.
         for idx, chunk in enumerate(chunks):
             inflight_bytes = self._inflight_writes_bytes + len(chunk.buffer)
-            if inflight_bytes > self._inflight_writes_limit_bytes:
+            # One chunk is always taken, or a bound that is too small would refuse all there are.
+            if self._inflight_writes_bytes and inflight_bytes > self._inflight_writes_limit_bytes:
                 return idx
             self._inflight_writes_bytes = inflight_bytes
         return len(chunks)
@@ -318,7 +321,7 @@ class JobRunner:
             )
         for running, idx in given_up:
             outcome = _GIVEN_UP[running.job.direction]
-            self._end_chunk(running, idx, ChunkResult(outcome, reason))
+            self._end_chunk(running, idx, ChunkResult(outcome, reason), use_later=True)
 
     def _leave_hung(self, now_s: float | None) -> list[_Seat]:
         """Chunks that wait for what another job has under way: nobody has their buffers."""
@@ -460,8 +463,12 @@ class JobRunner:
                 self._changed.wait()
 
     def _next(self, queue: list[_Running], now_s: float) -> _Running:
-        if queue is self._writes or now_s - queue[0].submitted_s > _PATIENCE_S:
+        if queue is self._writes:
             return queue[0]
+        if now_s - queue[0].submitted_s > _PATIENCE_S:
+            self._oldest_next = not self._oldest_next
+            if self._oldest_next:
+                return queue[0]
         return min(queue, key=lambda running: running.waiting_bytes)
 
     def _take_batch(self, queue: list[_Running], running: _Running) -> list[int]:
@@ -497,7 +504,9 @@ class JobRunner:
             if not other.waiting and other is not running and other in self._reads:
                 self._reads.remove(other)
 
-    def _end_chunk(self, running: _Running, idx: int, result: ChunkResult) -> None:
+    def _end_chunk(
+        self, running: _Running, idx: int, result: ChunkResult, *, use_later: bool = False
+    ) -> None:
         job, chunk = running.job, running.job.chunks[idx]
         count_result(self._metrics, self._work.name, job.direction, chunk, result)
         with self._changed:
@@ -508,23 +517,22 @@ class JobRunner:
             running.remaining -= 1
             ended = running.remaining == 0
         if ended:
-            self._end_job(running)
+            self._end_job(running, use_later=use_later)
 
-    def _end_job(self, running: _Running) -> None:
+    def _end_job(self, running: _Running, *, use_later: bool) -> None:
         job = running.job
         results = tuple(result for result in running.results if result is not None)
-        if job.direction is not Direction.TOUCH:
+        if job.direction is not Direction.TOUCH and not job.copying:
             # Only the whole job knows the order of the prefix: its chunks end in any order.
             done = [
                 chunk.key
                 for chunk, result in zip(job.chunks, results, strict=True)
                 if result.outcome is Outcome.DONE
             ]
-            try:
-                if done:
-                    self._work.use(done)
-            except Exception:  # counted as internal_errors
-                self._count_internal_error("use")
+            if done and use_later:  # on the owner's thread, which does not wait for a tier's lock
+                self.run_soon(lambda: self._use(done))
+            elif done:
+                self._use(done)
         name = self._work.name
         tiers = tuple(name if r.outcome is Outcome.DONE else "" for r in results)
         elapsed_s = self._clock.monotonic() - running.submitted_s
@@ -536,3 +544,9 @@ class JobRunner:
             self._finished.append(ended)
             self._unfinished -= 1
             self._rested.notify_all()
+
+    def _use(self, prefix: Sequence[Key]) -> None:
+        try:
+            self._work.use(prefix)
+        except Exception:  # counted as internal_errors
+            self._count_internal_error("use")

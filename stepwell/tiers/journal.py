@@ -66,7 +66,7 @@ SNAPSHOT_SLOT_BYTES = ENTRY.itemsize + _FRAME.size + _ROOT_ENTRY.size
 SNAPSHOT_BASE_BYTES = _HEAD.size + 3 * _FRAME.size + _WEAR.size
 """What a snapshot has besides: file header, WEAR, and the heads of its frames."""
 
-ASIDE_REASONS = ("other", "checksum", "header", "identity", "layout", "truncated")
+ASIDE_REASONS = ("other", "checksum", "header", "identity", "layout", "truncated", "io_error")
 """What the numbers in ASIDE frames stand for (docs/FORMAT.md); added to, never changed."""
 
 

@@ -5,9 +5,10 @@ in the same breath, so that the journal has it in the order in which it happened
 """
 
 import contextlib
+import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -29,6 +30,7 @@ __all__ = ["Drop", "Evicted", "Full", "Got", "Grow", "Ledger", "Step"]
 
 _MAX_ROOTS = 1 << 16
 _WIPE_AT_ONCE = 8
+_LOOK_AT_ONCE = 4096
 
 
 class Evicted(StrEnum):
@@ -299,8 +301,9 @@ class Ledger:
         if empty is not None:
             empty.ready = False
             return Drop(empty)
+        in_vain = self._in_vain(slot_bytes)  # until something of another size has left
         for num_evicted in range(missing):
-            victim = self._table.take_victim(self._in_vain(slot_bytes))
+            victim = self._table.take_victim(in_vain)
             if victim is None:
                 return True if num_evicted or self._retry_bad() else None
             size_bytes = self._space.size_at(self._table.place(victim))
@@ -522,7 +525,7 @@ class Ledger:
             return []
         with self.lock:
             places: list[int] = []
-            for place in sorted(self._stale):
+            for place in list(itertools.islice(self._stale, _LOOK_AT_ONCE)):
                 if not self._space.has(place):
                     self._stale.discard(place)  # its extent has gone, and it with it
                 elif place in self._bad:
@@ -647,24 +650,33 @@ class Ledger:
         with self.lock:
             self._space.untrim(extent, count)
 
-    def forget_all(self) -> None:
-        """Somebody removed the files: everything is absent from now on.
+    def forget(self, extent_ids: Collection[int] | None = None) -> None:
+        """Somebody removed files: what lay in them is absent from now on.
 
         The extents are out of use; those in which nothing is read or written can be taken with
         `take_unused` at once.
+
+        Args:
+            extent_ids: which; None for all.
         """
         with self._books():
-            for row in self._table.rows_between(0, 1 << 63):
-                if self._table.remove(row):
-                    self._discard(row)
-            while self._aside:
-                self._drop_aside()
-            self._stale.clear()
+            for _ in range(len(self._aside)):
+                place, _ = self._aside[0]
+                if extent_ids is None or slot_of(place)[0] in extent_ids:
+                    self._drop_aside()
+                else:
+                    self._aside.rotate(-1)
             self._retry_bad()
             for extent in self._space.extents.values():
-                if extent.ready and not extent.out_of_use:
-                    extent.ready, extent.out_of_use = False, True
-                    self._out_of_use.append(extent)
+                wanted = extent_ids is None or extent.extent_id in extent_ids
+                if not wanted or not extent.ready or extent.out_of_use:
+                    continue
+                begin = place_of(extent.extent_id, 0)
+                for row in self._table.rows_between(begin, begin + extent.num_slots):
+                    if self._table.remove(row):
+                        self._discard(row)
+                extent.ready, extent.out_of_use = False, True
+                self._out_of_use.append(extent)
 
     # The journal.
 

@@ -54,6 +54,8 @@ class Extent:
     out_of_use: bool = False
     _length_of: dict[int, int] = field(default_factory=dict)  # first slot of a free run -> length
     _start_of: dict[int, int] = field(default_factory=dict)  # last slot of a free run -> first
+    # Length -> first slots of free runs of it. There are few lengths, however many runs.
+    _firsts: dict[int, dict[int, None]] = field(default_factory=dict)
 
     @property
     def cost_bytes(self) -> int:
@@ -71,7 +73,7 @@ class Extent:
 
     def longest_run(self) -> int:
         """Length of its longest free run."""
-        return max(self._length_of.values(), default=0)
+        return max(self._firsts, default=0)
 
     def tail_run(self) -> int:
         """Length of the free run at its end."""
@@ -80,34 +82,55 @@ class Extent:
 
     def cut(self, count: int) -> None:
         """Remove ``count`` slots of the free run at its end."""
-        first = self._start_of.pop(self.num_slots - 1)
-        length = self._length_of.pop(first) - count
+        first = self._start_of[self.num_slots - 1]
+        length = self._remove_run(first) - count
         self.num_slots -= count
         self.num_free -= count
         if length:
-            self._length_of[first] = length
-            self._start_of[first + length - 1] = first
+            self._add_run(first, length)
+
+    def occupy(self, slot_idxs: Sequence[int]) -> None:
+        """Say which slots hold records, in any order; all others are free."""
+        self._length_of.clear()
+        self._start_of.clear()
+        self._firsts.clear()
+        self.num_free = begin = 0
+        for idx in [*sorted(slot_idxs), self.num_slots]:
+            if idx > begin:
+                self._add_run(begin, idx - begin)
+                self.num_free += idx - begin
+            begin = idx + 1
 
     def release(self, first: int, length: int) -> None:
         """Make a run of slots free; joins its neighbours."""
         self.num_free += length
-        before = self._start_of.pop(first - 1, None)
+        before = self._start_of.get(first - 1)
         if before is not None:
-            length += self._length_of.pop(before)
+            length += self._remove_run(before)
             first = before
-        after = self._length_of.pop(first + length, None)
-        if after is not None:
-            del self._start_of[first + length + after - 1]
-            length += after
+        if first + length in self._length_of:
+            length += self._remove_run(first + length)
+        self._add_run(first, length)
+
+    def _add_run(self, first: int, length: int) -> None:
         self._length_of[first] = length
         self._start_of[first + length - 1] = first
+        self._firsts.setdefault(length, {})[first] = None
+
+    def _remove_run(self, first: int) -> int:
+        length = self._length_of.pop(first)
+        del self._start_of[first + length - 1]
+        firsts = self._firsts[length]
+        del firsts[first]
+        if not firsts:
+            del self._firsts[length]
+        return length
 
     def take_at(self, slot_idx: int) -> bool:
         """Take one slot; False if it is not free."""
         for first, length in self._length_of.items():
             if first <= slot_idx < first + length:
-                del self._length_of[first]
-                del self._start_of[first + length - 1]
+                self._remove_run(first)
                 self.num_free -= length
                 if slot_idx > first:
                     self.release(first, slot_idx - first)
@@ -121,17 +144,13 @@ class Extent:
 
         The shortest run that is long enough, or else the longest; at least one slot must be free.
         """
-        fits = [run for run in self._length_of.items() if run[1] >= most]
-        if fits:
-            first, length = min(fits, key=lambda run: (run[1], run[0]))
-        else:
-            first, length = max(self._length_of.items(), key=lambda run: (run[1], -run[0]))
+        longest = self.longest_run()
+        length = min((each for each in self._firsts if each >= most), default=longest)
+        first = next(iter(self._firsts[length]))
         taken = min(length, most)
-        del self._length_of[first]
-        del self._start_of[first + length - 1]
+        self._remove_run(first)
         if taken < length:
-            self._length_of[first + taken] = length - taken
-            self._start_of[first + length - 1] = first + taken
+            self._add_run(first + taken, length - taken)
         self.num_free -= taken
         return first, taken
 
@@ -142,8 +161,8 @@ class SlotSpace:
     Args:
         capacity_bytes: what extents and their bookkeeping may take.
 
-    Threading: none; the owner locks. Cost: `take` O(free runs of an extent) in the worst case,
-    which are few where jobs are written and evicted together.
+    Threading: none; the owner locks. Cost: `take` O(extents x lengths of their free runs), of
+    which there are few: n slots cannot have free runs of more than about sqrt(2 n) lengths.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -168,16 +187,7 @@ class SlotSpace:
 
     def occupy(self, extent_id: int, slot_idxs: Sequence[int]) -> None:
         """Say which slots of an extent just adopted hold records; in any order."""
-        extent = self.extents[extent_id]
-        taken = sorted(slot_idxs)
-        extent._length_of.clear()
-        extent._start_of.clear()
-        extent.num_free = 0
-        begin = 0
-        for idx in [*taken, extent.num_slots]:
-            if idx > begin:
-                extent.release(begin, idx - begin)
-            begin = idx + 1
+        self.extents[extent_id].occupy(slot_idxs)
 
     def take(self, slot_bytes: int, count: int) -> list[int]:
         """Up to ``count`` free slots of a size as places, neighbours beside each other."""

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stepwell.core.keys import Key
 from stepwell.core.types import (
@@ -209,7 +209,7 @@ class StripedTier:
         self._parts[drive_idx][job_id] = (whole, idxs)
         whole.waiting += 1
         try:
-            self.drives[drive_idx].submit(Job(job_id, job.direction, chunks, job.deadline_s))
+            self.drives[drive_idx].submit(replace(job, job_id=job_id, chunks=chunks))
         except ClosedError:
             self._not_begun(drive_idx, job_id, _GONE[job.direction])
         except Exception:  # counted as internal_errors

@@ -128,10 +128,17 @@ class EngineProcess:
 
 
 def transfer_config(path: Path, capacity: str = "256MiB", **settings: object) -> dict[str, Any]:
-    """The configuration of the CPU backend over a store at ``path``."""
+    """The configuration of the CPU backend over a store at ``path``.
+
+    Everything is read: a model this small is computed sooner than read on a busy machine.
+    """
     primary = str(settings.pop("primary", "64MiB"))
     return kv_transfer_config(
-        str(path), capacity, primary=primary, cpu=True, settings={"min_free": "1MiB", **settings}
+        str(path),
+        capacity,
+        primary=primary,
+        cpu=True,
+        settings={"min_free": "1MiB", "read_when": "always", **settings},
     )
 
 

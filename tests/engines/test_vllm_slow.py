@@ -70,7 +70,9 @@ def test_what_would_be_read_later_than_computed_is_not_read(
     model: Path, engine: EngineProcess, reference: Reference, tmp_path: Path
 ) -> None:
     prompts = [prompt(seed, 1000) for seed in range(4)]
-    transfer = transfer_config(tmp_path / "kv", read_deadline="2min", slow_after="2min")
+    transfer = transfer_config(
+        tmp_path / "kv", read_when="faster", read_deadline="2min", slow_after="2min"
+    )
     engine.start(model, transfer)
     engine.answers(prompts)
     engine.call("forget")

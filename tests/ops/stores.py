@@ -238,6 +238,26 @@ def _second_of_its_number(path: Path, lying: Lying) -> None:
     (path / "extents" / f"{number}-8192.kv").write_bytes(bytes(16384))
 
 
+def _their_file(path: Path) -> Path:
+    theirs = path.parent / "theirs"
+    theirs.write_text("mine")
+    return theirs
+
+
+def _in_the_place_of(path: Path, make: Callable[[Path], object]) -> None:
+    """Something else where the store's file or directory was, which lies beside the store now."""
+    if os.path.lexists(path):
+        path.rename(path.parents[1] / f"was-{path.name}")
+    make(path)
+
+
+def _link_instead(path: Path) -> None:
+    """What the store has under a name lies elsewhere, and a link leads there."""
+    path.mkdir(exist_ok=True)
+    (path / "notes").write_text("mine")
+    _in_the_place_of(path, lambda p: p.symlink_to(p.parents[1] / f"was-{p.name}"))
+
+
 # name -> (damage around the records, the reasons); what is bad is no record
 OTHER_DAMAGES: dict[str, tuple[Callable[[Path, Lying, Key], object], list[str]]] = {
     "something follows an extent": (
@@ -256,7 +276,7 @@ OTHER_DAMAGES: dict[str, tuple[Callable[[Path, Lying, Key], object], list[str]]]
         lambda p, s, k: replace_by(s.path, os.mkfifo), ["not_a_file"],
     ),
     "an extent is a link": (
-        lambda p, s, k: replace_by(s.path, lambda q: q.symlink_to("/etc/hosts")),
+        lambda p, s, k: replace_by(s.path, lambda q: q.symlink_to(_their_file(p))),
         ["not_a_file"],
     ),
     "two extents of one number": (lambda p, s, k: _second_of_its_number(p, s), ["stray"]),
@@ -275,12 +295,43 @@ OTHER_DAMAGES: dict[str, tuple[Callable[[Path, Lying, Key], object], list[str]]]
     "a journal of another version": (lambda p, s, k: flip(p / "journal", 8), ["journal"]),
     "the journal is a pipe": (lambda p, s, k: replace_by(p / "journal", os.mkfifo), ["journal"]),
     "the journal is a link": (
-        lambda p, s, k: replace_by(p / "journal", lambda q: q.symlink_to("/etc/hosts")),
+        lambda p, s, k: replace_by(p / "journal", lambda q: q.symlink_to(_their_file(p))),
         ["journal"],
     ),
     "the journal is a directory": (
         lambda p, s, k: replace_by(p / "journal", Path.mkdir), ["journal"],
     ),
+    "the marker is missing": (lambda p, s, k: (p / "stepwell.json").unlink(), ["blocked"]),
+    "the marker is damaged": (lambda p, s, k: _truncate(p / "stepwell.json", 3), ["blocked"]),
+    "the marker is a directory": (
+        lambda p, s, k: replace_by(p / "stepwell.json", Path.mkdir), ["blocked"],
+    ),
+    "the marker is a link": (
+        lambda p, s, k: replace_by(p / "stepwell.json", lambda q: q.symlink_to(_their_file(p))),
+        ["blocked"],
+    ),
+    "LOCK is a directory": (lambda p, s, k: replace_by(p / "LOCK", Path.mkdir), ["blocked"]),
+    "LOCK is a pipe": (lambda p, s, k: replace_by(p / "LOCK", os.mkfifo), ["blocked"]),
+    "LOCK is a link": (
+        lambda p, s, k: replace_by(p / "LOCK", lambda q: q.symlink_to(_their_file(p))),
+        ["blocked"],
+    ),
+    "the extents are a file": (
+        lambda p, s, k: _in_the_place_of(p / "extents", Path.touch), ["blocked"],
+    ),
+    "the descriptions are a file": (
+        lambda p, s, k: _in_the_place_of(p / "roots", Path.touch), ["blocked"],
+    ),
+    "partial is a file": (
+        lambda p, s, k: _in_the_place_of(p / "partial", Path.touch), ["blocked"],
+    ),
+    "strays is a file": (
+        lambda p, s, k: _in_the_place_of(p / "strays", Path.touch), ["blocked"],
+    ),
+    "the extents are a link": (lambda p, s, k: _link_instead(p / "extents"), ["blocked"]),
+    "the descriptions are a link": (lambda p, s, k: _link_instead(p / "roots"), ["blocked"]),
+    "partial is a link": (lambda p, s, k: _link_instead(p / "partial"), ["blocked"]),
+    "strays is a link": (lambda p, s, k: _link_instead(p / "strays"), ["blocked"]),
 }  # fmt: skip
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +43,7 @@ from stepwell.core.types import Outcome
 from stepwell.errors import ConfigError
 from stepwell.ops.check import check_store
 from stepwell.ops.contents import JournalState
-from stepwell.ops.findings import UNREADABLE, CheckReport, Remedy
+from stepwell.ops.findings import BLOCKED, UNREADABLE, CheckReport, Remedy
 from stepwell.ops.records import Examiner
 from stepwell.tiers import journal
 from stepwell.tiers.directory import StoreDirectory
@@ -288,6 +287,14 @@ def test_other_damage_is_found_and_fixed(tmp_path: Path, name: str) -> None:
     expected = OTHER_DAMAGES[name][1]
     damage(path, keys[1], name)
     before = snapshot(path)
+    theirs = {each: stat for each, stat in snapshot(tmp_path).items() if each not in before}
+    del theirs[str(path)]
+    if BLOCKED in expected:  # the check says what an engine says
+        with pytest.raises(ConfigError) as caught, opened(path):
+            pass
+        (bad,) = check(path).bad
+        assert f"{os.path.basename(bad.path)} {bad.detail}; `stepwell check" in str(caught.value)
+        assert f"at={bad.path}" in str(caught.value)
 
     report = check(path)
     assert reasons(report) == sorted(expected)
@@ -299,6 +306,7 @@ def test_other_damage_is_found_and_fixed(tmp_path: Path, name: str) -> None:
     again = check(path)
     assert again.ok
     assert again.journal is JournalState.USED
+    assert theirs == {each: stat for each, stat in snapshot(tmp_path).items() if each in theirs}
 
     with opened(path) as tier:  # what the check read is what is served, and nothing else counts
         assert tier.used_bytes == again.num_records * COST_BYTES
@@ -465,7 +473,7 @@ def test_what_may_not_be_read_is_left_alone(
     really_open = os.open
 
     def refuse(name, *args, **kwargs):
-        if name == forbidden:
+        if name == os.path.basename(forbidden):
             raise PermissionError(errno.EACCES, "Permission denied", name)
         return really_open(name, *args, **kwargs)
 
@@ -493,17 +501,15 @@ def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(
     write_store(path)
     forbidden = [str(path / "extents")]
 
-    def refuse(really: Callable[..., object]) -> Callable[..., object]:
-        def call(name: object, *args: object) -> object:
-            if name in forbidden:
-                raise PermissionError(errno.EACCES, "Permission denied", name)
-            return really(name, *args)
+    really_open = os.open
 
-        return call
+    def refuse(name: object, *args: int, **kwargs: int) -> int:
+        if name in forbidden:
+            raise PermissionError(errno.EACCES, "Permission denied", name)
+        return really_open(name, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(os, "listdir", refuse(os.listdir))
-    monkeypatch.setattr(os, "scandir", refuse(os.scandir))
-    with pytest.raises(PermissionError):
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ConfigError if fix else PermissionError, match=f"{path}/extents"):
         check(path, fix=fix)
     forbidden[:] = [str(path / "roots")]
     report = check(path, fix=fix)

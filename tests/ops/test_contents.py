@@ -133,7 +133,7 @@ def test_extents_that_an_engine_cannot_tell_apart(tmp_path: Path) -> None:
         (path / "extents" / name).write_bytes(bytes(32768))
     (path / "extents" / "00000005-8192.kv").write_bytes(bytes(8191))
     directory = StoreDirectory(path)
-    (found,) = usable_extents(directory, directory.find_extents())
+    (found,) = usable_extents(directory)
     assert found.path == str(lying.path)
 
 

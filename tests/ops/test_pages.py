@@ -17,7 +17,14 @@ from stepwell.core.types import Reason
 from stepwell.metrics import DEFINITIONS, GAUGES
 from stepwell.ops import words
 from stepwell.ops.contents import ASIDE_REASONS
-from stepwell.ops.findings import DESCRIPTION, JOURNAL, PADDING, STRAY, UNREADABLE
+from stepwell.ops.findings import (
+    BLOCKED,
+    DESCRIPTION,
+    JOURNAL,
+    PADDING,
+    STRAY,
+    UNREADABLE,
+)
 from stepwell.policy.endurance import EnduranceState
 from stepwell.settings import Settings, parse_duration, parse_size
 from stepwell.tiers import journal
@@ -265,7 +272,7 @@ def test_the_table_of_metrics() -> None:
 
 @pytest.mark.parametrize(
     "reason",
-    [*filter(None, Reason), DESCRIPTION, JOURNAL, PADDING, STRAY, UNREADABLE],
+    [*filter(None, Reason), BLOCKED, DESCRIPTION, JOURNAL, PADDING, STRAY, UNREADABLE],
 )
 def test_reasons_are_explained(reason: str) -> None:
     assert f"`{reason}`" in TERMS
@@ -273,7 +280,7 @@ def test_reasons_are_explained(reason: str) -> None:
 
 def test_every_reason_of_a_check_has_words() -> None:
     for reason in ("checksum", "header", "identity", "truncated", "layout", "not_a_file",
-                   "io_error", DESCRIPTION, JOURNAL, PADDING, STRAY,
+                   "io_error", BLOCKED, DESCRIPTION, JOURNAL, PADDING, STRAY,
                    UNREADABLE):  # fmt: skip
         assert words.reason_words(reason)
 

@@ -1,7 +1,9 @@
 """Damage of every kind on the disk tier's files: never a wrong byte, and never for ever."""
 
+import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,12 +13,16 @@ from stepwell.core.identity import Identity
 from stepwell.core.keys import Key, make_key
 from stepwell.core.record import HEADER_BYTES, Header, record_bytes
 from stepwell.core.types import Chunk, ChunkResult, Direction, Lookup, Outcome, Reason
+from stepwell.errors import ConfigError
 from stepwell.testing import Driver, buffer_of, key_of, payload_of
-from stepwell.tiers import ledger, table
+from stepwell.tiers import blockio, extents, ledger, table
 from stepwell.tiers.directory import StoreDirectory
 from stepwell.tiers.disk import slot_cost_bytes
+from stepwell.tiers.outcomes import ALREADY_THERE
 
 from .conftest import DiskPlace, Slot, remove_at_once
+from .faulty_os import FaultyOs
+from .stalling import stalled_calls
 
 DONE = ChunkResult(Outcome.DONE)
 KEYS = [key_of(f"c{idx}") for idx in range(4)]
@@ -545,4 +551,223 @@ def test_two_keys_of_one_fingerprint(place: DiskPlace, monkeypatch: pytest.Monke
     assert driver.write([BAD]) == (DONE,)
     assert reread(driver, [BAD]) == (DONE,)
     assert reread(driver, KEYS[:1]) == (miss(Reason.IDENTITY),)
+    place.check_books()
+
+
+# What somebody removes of a store that is in use.
+
+
+def inodes(place: DiskPlace) -> dict[str, int]:
+    return {extent.path: os.stat(extent.path).st_ino for extent in place.extents()}
+
+
+def test_a_lock_that_was_removed_is_taken_again_and_all_is_kept(place: DiskPlace) -> None:
+    """Nobody else can have owned the store since, and yet it was begun anew."""
+    driver = place.open(16)
+    assert place.tier is not None
+    place.tier.note_metrics("127.0.0.1:9477")
+    driver.write(KEYS)
+    before = inodes(place)
+    directory = StoreDirectory(place.path)
+    (place.path / "LOCK").unlink()
+    assert directory.owner() is None
+    assert reread(driver, KEYS) == (DONE,) * 4
+    new = [key_of("new")]
+    assert driver.write(new) == (DONE,)
+    assert directory.owner() == os.getpid()
+    assert directory.metrics_target() == "127.0.0.1:9477"
+    assert reread(driver, [*KEYS, *new]) == (DONE,) * 5
+    assert inodes(place).items() >= before.items()
+    with pytest.raises(ConfigError, match="another process"):
+        StoreDirectory(place.path).open()
+    place.check_books()
+    driver = place.open(16)
+    assert reread(driver, [*KEYS, *new]) == (DONE,) * 5
+    place.check_books()
+
+
+def test_a_lock_that_was_replaced_begins_the_store_anew(place: DiskPlace) -> None:
+    """Somebody put it there, and may have owned what lies beside it."""
+    driver = place.open(64)
+    assert place.tier is not None
+    place.tier.note_metrics("127.0.0.1:9477")
+    driver.write(KEYS)
+    lock = place.path / "LOCK"
+    shutil.copy(lock, place.path / "LOCK.copy")
+    (place.path / "LOCK.copy").replace(lock)
+    new = [key_of(f"new {idx}") for idx in range(16)]
+    assert driver.write(new) == (DONE,) * 16
+    assert driver.present(KEYS) == [False] * 4
+    directory = StoreDirectory(place.path)
+    assert directory.owner() == os.getpid()
+    assert directory.metrics_target() == "127.0.0.1:9477"
+    assert reread(driver, new) == (DONE,) * 16
+    place.check_books()
+    driver = place.open(64)
+    assert reread(driver, new) == (DONE,) * 16
+    assert driver.present(KEYS) == [False] * 4
+
+
+@pytest.mark.parametrize("num_removed", [1, 2, 3])
+def test_extents_that_were_removed_are_missed_within_a_second(
+    place: DiskPlace, num_removed: int
+) -> None:
+    """Chunks went on being written to files without a name: hits for as long as the process
+    lived, gone with it, and what they took of the capacity and the drive with them."""
+    driver = place.open(64, num_threads=2)
+    keys = [key_of(idx) for idx in range(48)]
+    assert driver.write(keys) == (DONE,) * 48
+    assert len(place.extents()) == 3
+    path_of = {header.key: str(slot.path) for slot, header in place.slots()}
+    removed = [extent.path for extent in place.extents()[:num_removed]]
+    for path in removed:
+        os.unlink(path)
+    place.clock.advance(1.0)
+    assert driver.write([key_of("first")]) == (DONE,)
+    stays = [path_of[key] not in removed for key in keys]
+    assert driver.present(keys) == stays
+    left = [key for key, here in zip(keys, stays, strict=True) if here]
+    assert not left or set(reread(driver, left)) == {DONE}
+    place.check_books()
+    assert place.tier is not None
+    cost_bytes = slot_cost_bytes(driver.payload_bytes)
+    assert place.tier.used_bytes == (len(left) + 1) * cost_bytes
+    more = [key_of(f"more {idx}") for idx in range(64 - len(left) - 1)]
+    assert driver.write(more) == (DONE,) * len(more)
+    every = [*left, key_of("first"), *more]
+    assert driver.present(every) == [True] * 64, "the capacity is whole again"
+    assert place.context.metrics.value("evicted_chunks") == 0
+    place.check_books()
+    driver = place.open(64)
+    assert reread(driver, every) == (DONE,) * 64
+    assert driver.present(keys) == stays
+    place.check_books()
+
+
+def test_a_write_that_misses_an_extent_has_its_room(place: DiskPlace) -> None:
+    """Nothing else has to leave for it, although the store was full."""
+    driver = place.open(64, num_threads=1)
+    keys = [key_of(idx) for idx in range(64)]
+    driver.write(keys)
+    path_of = {header.key: str(slot.path) for slot, header in place.slots()}
+    removed = place.extents()[2].path
+    os.unlink(removed)
+    place.clock.advance(1.0)
+    assert driver.write([key_of(f"new {idx}") for idx in range(16)]) == (DONE,) * 16
+    assert driver.present(keys) == [path_of[key] != removed for key in keys]
+    assert place.context.metrics.value("evicted_chunks") == 0
+    place.check_books()
+
+
+def test_extents_are_not_looked_for_at_every_write(
+    place: DiskPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = place.open(64, num_threads=1)
+    driver.write(KEYS)
+    assert place.tier is not None
+    looks = []
+    real = place.tier._drive.files.lost
+    monkeypatch.setattr(place.tier._drive.files, "lost", lambda: looks.append(1) or real())
+    for idx in range(40):
+        place.clock.advance(0.1)
+        driver.write([key_of(f"n{idx}")])
+    assert 3 <= len(looks) <= 5
+
+
+def test_extents_that_are_removed_while_they_are_read(place: DiskPlace) -> None:
+    """The read ends well, and then the space is given back."""
+    driver = place.open(16, num_threads=2)
+    driver.write(KEYS)
+    place.clock.advance(1.0)
+    with stalled_calls(blockio, "read_run"):
+        chunks = [Chunk(key, buffer_of(driver.payload_bytes)) for key in KEYS]
+        job_id = driver.submit(Direction.READ, chunks)
+        assert place.tier is not None
+        driver.wait_until(
+            lambda: [each for each, _ in place.tier.under_way] == [job_id], "a read under way"
+        )
+        for extent in place.extents():
+            os.unlink(extent.path)
+        assert driver.write([key_of("new")]) == (DONE,)
+        assert driver.present(KEYS) == [False] * 4
+    assert driver.wait(job_id).done
+    for chunk in chunks:
+        assert bytes(chunk.buffer) == payload_of(chunk.key, driver.payload_bytes)
+    new = [key_of(f"new {idx}") for idx in range(16)]
+    driver.wait_until(
+        lambda: set(driver.write(new)) <= {DONE, ALREADY_THERE} and all(driver.present(new)),
+        "the whole capacity",
+    )
+    place.check_books()
+
+
+def test_an_extent_is_dropped_just_when_they_are_looked_for(
+    place: DiskPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread looked whether extents were removed while another closed one, to make room for
+    another slot size: the write failed as by a bug of ours."""
+    driver = place.open(8, num_threads=2)
+    keys = [key_of(idx) for idx in range(8)]
+    driver.write(keys)
+    driver.tier.delete(keys)
+    assert place.tier is not None
+    assert place.tier.drain(30)
+    place.clock.advance(1.0)
+    looking, go_on = threading.Event(), threading.Event()
+    looked: list[int] = []
+
+    class SlowOs:
+        def __getattr__(self, name: str) -> object:
+            return getattr(os, name)
+
+        def fstat(self, fd: int) -> os.stat_result:
+            looked.append(fd)
+            if len(looked) == 2:  # the first one's number is that of a new file by then
+                looking.set()
+                go_on.wait(30)
+            return os.fstat(fd)
+
+    monkeypatch.setattr(extents, "os", SlowOs())
+    chunks = driver.write_chunks({KEYS[0]: payload_of(KEYS[0], driver.payload_bytes)})
+    first = driver.submit(Direction.WRITE, chunks)
+    assert looking.wait(30)
+    try:
+        assert driver.write([key_of("large")], 40_000) == (DONE,)
+    finally:
+        go_on.set()
+    assert driver.wait(first).results == (DONE,)
+    assert place.context.metrics.value("write_chunks", reason="internal") == 0
+    place.check_books()
+
+
+def test_a_look_for_extents_that_fails_is_the_drives_failure(
+    place: DiskPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was logged as one that nobody had foreseen."""
+    driver = place.open(16, num_threads=1)
+    driver.write(KEYS)
+    place.clock.advance(1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(extents, "os", FaultyOs(1, errno.EIO, False, ("fstat",)))
+        (result,) = driver.write([key_of("a")])
+    assert result.reason is not Reason.INTERNAL
+    assert driver.write([key_of("b")]) == (DONE,)
+    place.check_books()
+
+
+def test_what_was_set_aside_elsewhere_stays_when_an_extent_is_removed(place: DiskPlace) -> None:
+    driver = place.open(64, num_threads=1)
+    keys = [key_of(idx) for idx in range(32)]
+    driver.write(keys)
+    assert place.tier is not None
+    slots = {header.key: slot for slot, header in place.slots()}
+    paths = sorted({str(slot.path) for slot in slots.values()})
+    assert len(paths) == 2
+    here = [key for key in keys if str(slots[key].path) == paths[0]]
+    slots[here[0]].flip(HEADER_BYTES)
+    assert reread(driver, here[:1]) == (miss(Reason.CHECKSUM),)
+    os.unlink(paths[1])
+    place.clock.advance(1.0)
+    driver.write([key_of("new")])
+    assert place.tier._ledger.num_aside == 1, "kept for a look until room is needed"
     place.check_books()

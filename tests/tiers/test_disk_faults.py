@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,14 @@ from typing import Any
 import pytest
 
 from stepwell.core.keys import Key
-from stepwell.core.types import Chunk, Direction, Lookup, Outcome, Reason
+from stepwell.core.types import Chunk, ChunkResult, Direction, Lookup, Outcome, Reason
 from stepwell.errors import ConfigError
 from stepwell.testing import Driver, buffer_of, key_of, payload_of
-from stepwell.tiers import blockio, drive, jobs
+from stepwell.tiers import blockio, drive, jobs, journal
 from stepwell.tiers.directory import StoreDirectory
 from stepwell.tiers.disk import slot_cost_bytes
 
-from .conftest import DiskPlace
+from .conftest import DiskPlace, Slot
 from .faulty_os import CALLS, NEED_SPACE, FaultyOs
 from .stalling import stalled_calls
 
@@ -388,9 +389,14 @@ def test_free_space_is_not_promised_twice(
     assert place.tier is not None
     files = place.tier._drive.files
 
+    asked = Counter[int]()
+
     def almost_full() -> int:
         free = min_free_bytes + 3 * cost + cost // 2 - lying_in(place)
-        time.sleep(0.01)  # others ask meanwhile
+        thread = threading.get_ident()
+        asked[thread] += 1
+        if asked[thread] > 1:  # the first time is only to see whether space is to be given back
+            time.sleep(0.05)  # others ask meanwhile
         return free
 
     monkeypatch.setattr(files, "free_bytes", almost_full)
@@ -468,7 +474,9 @@ def test_a_drive_that_stands_still_is_left_behind(
     assert place.tier is not None
     with stalled_calls(blockio, "read_run"):
         job = driver.submit(Direction.READ, [Chunk(KEYS[0], buffer_of(8192))])
-        driver.wait_until(lambda: len(place.tier.under_way) == 1, "a read that hangs")
+        driver.wait_until(
+            lambda: [job_id for job_id, _ in place.tier.under_way] == [job], "a read that hangs"
+        )
         place.tier.close()
         assert driver.tier.poll() == []
         assert StoreDirectory(place.path).owner() == os.getpid()
@@ -517,3 +525,191 @@ def test_who_is_told_that_a_chunk_is_there_can_read_it(
         assert driver.wait(first).results[0].outcome is Outcome.FAILED
         told = driver.wait(second).results[0]
     assert told.outcome is not Outcome.DONE or driver.read(KEYS[:1])[0].done
+
+
+# Sectors that cannot be read, and drives that cannot.
+
+
+class Sectors:
+    """Reads from the drive: those of a ``bad`` slot fail, or all of them, and they are counted."""
+
+    def __init__(self) -> None:
+        self.bad: list[Slot] = []
+        self.outage = False
+        self.num_reads = 0
+
+    def read(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        self.num_reads += 1
+        end = offset + sum(map(len, buffers))
+        if self.outage or any(self.covers(fd, offset, end, slot) for slot in self.bad):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return REAL_PREADV(fd, buffers, offset)
+
+    @staticmethod
+    def covers(fd: int, begin: int, end: int, slot: Slot) -> bool:
+        here = begin < slot.offset + slot.slot_bytes and slot.offset < end
+        return here and os.path.samestat(os.fstat(fd), slot.path.stat())
+
+
+REAL_PREADV = os.preadv
+UNREADABLE = ChunkResult(Outcome.FAILED, Reason.IO_ERROR)
+MANY = [key_of(f"many {idx}") for idx in range(256)]
+"""As many as one call reads."""
+
+
+@pytest.fixture
+def sectors(monkeypatch: pytest.MonkeyPatch) -> Sectors:
+    sectors = Sectors()
+    monkeypatch.setattr(blockio.os, "preadv", sectors.read)
+    return sectors
+
+
+def with_many(place: DiskPlace) -> Driver:
+    """A tier that has `MANY` beside each other."""
+    driver = place.open(4 * len(MANY), payload_bytes=4096, num_threads=1)
+    assert {r.outcome for r in driver.write(MANY)} == {Outcome.DONE}
+    assert len(place.extents()) == 1
+    return driver
+
+
+def served(driver: Driver, keys: list[Key]) -> list[bool]:
+    """Read in one job: which were served, and those rightly; the others could not be read."""
+    result, contents = driver.read(keys)
+    done = [each.outcome is Outcome.DONE for each in result.results]
+    for key, each, content in zip(keys, result.results, contents, strict=True):
+        assert each.outcome is Outcome.DONE or each == UNREADABLE
+        assert each == UNREADABLE or content == payload_of(key, driver.payload_bytes)
+    return done
+
+
+@pytest.mark.parametrize("at", [0, 100, 255])
+def test_an_unreadable_sector_fails_its_own_chunk_alone(
+    place: DiskPlace, sectors: Sectors, at: int
+) -> None:
+    """Neighbouring records are read in one call, and all of those failed for one bad sector."""
+    driver = with_many(place)
+    sectors.bad = [place.slot_of(MANY[at])]
+    assert served(driver, MANY) == [idx != at for idx in range(256)]
+    assert place.reason("read_chunks", "io_error") == 1
+    assert driver.present(MANY) == [True] * 256, "once is not enough to give it up"
+    assert place.context.metrics.value("quarantined_chunks") == 0
+    place.check_books()
+
+
+def test_a_sector_that_is_unreadable_again_is_set_aside(place: DiskPlace, sectors: Sectors) -> None:
+    """It was tried again and again for ever, and the chunk was never stored anew."""
+    driver = with_many(place)
+    lost, bad = [MANY[100]], place.slot_of(MANY[100])
+    sectors.bad = [bad]
+    served(driver, MANY)
+    assert place.tier is not None
+    used_bytes = place.tier.used_bytes
+    assert served(driver, lost) == [False]
+    assert place.reason("quarantined_chunks", "io_error") == 1
+    assert driver.present(MANY) == [idx != 100 for idx in range(256)]
+    assert driver.read(lost)[0].results == (ChunkResult(Outcome.MISS, Reason.ABSENT),)
+    assert place.tier._ledger.num_aside == 1
+    assert place.tier.used_bytes == used_bytes, "it is kept for a look"
+    place.check_books()
+    assert driver.write(lost) == (ChunkResult(Outcome.DONE),)
+    assert served(driver, MANY) == [True] * 256, "it lies elsewhere now"
+    place.check_books()
+    reasons = [journal.ASIDE_REASONS[n] for n in replayed(place).aside.values()]
+    assert reasons == ["io_error"]
+    driver = place.open(4 * len(MANY), payload_bytes=4096, num_threads=1)
+    assert place.tier._ledger.num_aside == 1
+    assert place.tier.used_bytes == used_bytes + slot_cost_bytes(4096)
+    assert served(driver, MANY) == [True] * 256
+    place.check_books()
+    reasons = [journal.ASIDE_REASONS[n] for n in replayed(place).aside.values()]
+    assert reasons == ["io_error"], "and after another start"
+
+
+def replayed(place: DiskPlace) -> journal.Image:
+    """What the next start would be told."""
+    assert place.tier is not None
+    assert place.tier.drain(30)
+    return journal.replay(place.journal.read_bytes())
+
+
+def test_a_failed_read_again_with_nothing_served_meanwhile(
+    place: DiskPlace, sectors: Sectors
+) -> None:
+    """Then it may be the drive: nothing is given up for that."""
+    driver = with_many(place)
+    sectors.bad = [place.slot_of(MANY[0])]
+    for _ in range(4):
+        assert served(driver, MANY[:1]) == [False]
+    assert driver.present(MANY[:1]) == [True]
+    assert served(driver, MANY[1:2]) == [True]
+    assert served(driver, MANY[:1]) == [False]
+    assert driver.present(MANY[:1]) == [False], "others can be read, so it is the sector"
+
+
+def test_an_outage_of_the_whole_drive_sets_nothing_aside(
+    place: DiskPlace, sectors: Sectors
+) -> None:
+    """Every chunk that was asked for meanwhile would be lost; and a drive that fails is not
+    asked for each of them."""
+    driver = with_many(place)
+    served(driver, MANY)
+    sectors.outage = True
+    for _ in range(4):
+        sectors.num_reads = 0
+        assert served(driver, MANY) == [False] * 256
+        assert sectors.num_reads <= 8, "each one singly"
+        assert served(driver, MANY[7:8]) == [False]
+    assert driver.present(MANY) == [True] * 256
+    sectors.outage = False
+    assert served(driver, MANY) == [True] * 256
+    assert place.context.metrics.value("quarantined_chunks") == 0
+    place.check_books()
+
+
+def test_a_sector_that_was_read_well_since_is_as_good_as_any(
+    place: DiskPlace, sectors: Sectors
+) -> None:
+    """What failed once, long ago, was set aside at the next hiccup."""
+    driver = with_many(place)
+    bad = [place.slot_of(MANY[100])]
+    for _ in range(3):
+        sectors.bad = bad
+        assert served(driver, MANY) == [idx != 100 for idx in range(256)]
+        sectors.bad = []
+        assert served(driver, MANY) == [True] * 256
+    assert place.context.metrics.value("quarantined_chunks") == 0
+    sectors.bad = bad
+    served(driver, MANY)
+    served(driver, MANY)
+    assert place.context.metrics.value("quarantined_chunks") == 1
+
+
+def test_three_unreadable_sectors_beside_each_other_cost_no_more_than_those(
+    place: DiskPlace, sectors: Sectors
+) -> None:
+    """What lay behind them in the same call was not even tried, and yet counted as unreadable: at
+    the second time 153 good chunks were set aside."""
+    driver = with_many(place)
+    sectors.bad = [place.slot_of(key) for key in MANY[100:103]]
+    served(driver, MANY)
+    served(driver, MANY)
+    bad = [100 <= idx < 103 for idx in range(256)]
+    lost = [not here for here in driver.present(MANY)]
+    assert sum(lost) <= 3
+    assert all(unreadable for unreadable, gone in zip(bad, lost, strict=True) if gone)
+    assert place.reason("quarantined_chunks", "io_error") <= 3
+
+
+def test_a_second_outage_costs_no_chunk_that_was_not_even_asked_for(
+    place: DiskPlace, sectors: Sectors
+) -> None:
+    """A drive that fails now and then: what a call had not come to counted as unreadable. After
+    two outages with one good read between them all of a prompt was set aside."""
+    driver = with_many(place)
+    driver.write([key_of("another")])
+    for outage in (True, False, True):
+        sectors.outage = outage
+        assert served(driver, [key_of("another")] if not outage else MANY)[0] is not outage
+    sectors.outage = False
+    assert sum(driver.present(MANY)) >= 250
+    assert place.context.metrics.value("quarantined_chunks") <= 6

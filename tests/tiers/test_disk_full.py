@@ -473,3 +473,73 @@ def test_a_disk_that_becomes_read_only(small: SmallFileSystem, full_place: DiskP
     with pytest.raises(ConfigError, match="Read-only file system") as caught:
         place.open(8, payload_bytes=PAYLOAD_BYTES)
     assert "\n" not in str(caught.value)
+
+
+# The budget of writes.
+
+
+def test_pressure_rises_as_the_budget_is_written_and_falls_as_days_pass(place: DiskPlace) -> None:
+    """The tier itself refuses nothing: it says how scarce writing is."""
+    day_bytes = 1 << 20
+    status = os.statvfs(place.path.parent)
+    budget = day_bytes / (status.f_blocks * status.f_frsize)
+
+    def reopen() -> Driver:
+        return place.open(16, drive_writes_per_day=budget, num_threads=1)
+
+    driver = reopen()
+    assert place.tier is not None
+    begun_s = place.clock.wall()
+    assert place.tier.pressure == 0.0
+    pressures = []
+    for number in range(230):
+        assert driver.write([key_of(number)])[0].outcome is Outcome.DONE
+        written_bytes = place.tier.wear.written_bytes
+        left = (day_bytes - written_bytes) / (day_bytes / 2)
+        pressures.append(place.tier.pressure)
+        assert pressures[-1] == pytest.approx(min(1.0, max(0.0, 1.0 - left)), abs=0.02)
+    assert pressures == sorted(pressures)
+    assert (pressures[0], pressures[-1]) == (0.0, 1.0)
+    assert place.tier.drain(30)
+    debt_bytes = place.tier.wear.level_bytes
+    assert debt_bytes < -(1 << 20)
+    for _ in range(3):
+        driver = reopen()
+        wear = place.tier.wear
+        assert place.tier.pressure == 1.0
+        assert debt_bytes - (48 << 10) <= wear.level_bytes <= debt_bytes
+        assert wear.first_s == begun_s
+        assert written_bytes <= wear.written_bytes <= written_bytes + (64 << 10)
+    place.clock.advance(86_400.0)
+    assert place.tier.wear.level_bytes == pytest.approx(debt_bytes + day_bytes, abs=64 << 10)
+    assert place.tier.pressure == 1.0, "a day's writing was too much, and that is remembered"
+    place.close()
+    place.clock.advance(86_400.0)
+    driver = reopen()
+    assert 0.0 < place.tier.pressure < 1.0
+    place.clock.advance(86_400.0)
+    assert place.tier.pressure == 0.0
+    driver.write([key_of(f"more {number}") for number in range(16)])
+    assert place.tier.pressure == 0.0
+    place.check_books()
+
+
+def test_a_budget_that_is_set_later_begins_without_debt(place: DiskPlace) -> None:
+    """What was written while there was none was owed when there was one: nothing was admitted for
+    as many days as that had been."""
+    driver = place.open(16, num_threads=1)
+    assert place.tier is not None
+    for number in range(200):
+        driver.write([key_of(number)])
+    assert place.tier.pressure == 0.0
+    written_bytes = place.tier.wear.written_bytes
+    status = os.statvfs(place.path.parent)
+    budget = (1 << 20) / (status.f_blocks * status.f_frsize)
+    driver = place.open(16, drive_writes_per_day=budget, num_threads=1)
+    assert place.tier.wear.written_bytes >= written_bytes
+    assert place.tier.pressure == 0.0
+    for number in range(100):
+        driver.write([key_of(f"n{number}")])
+    assert place.tier.pressure == 1.0
+    place.open(16, num_threads=1)
+    assert place.tier.pressure == 0.0

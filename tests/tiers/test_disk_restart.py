@@ -495,6 +495,33 @@ def test_an_empty_store_does_not_write_its_journal_again_and_again(place: DiskPl
     assert place.tier.wear.written_bytes == before
 
 
+def test_an_unreadable_header_hides_no_other(
+    place: DiskPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots are looked at many at once; with one bad sector among them all of those were lost."""
+    driver = place.open(64, num_threads=1)
+    keys = [key_of(idx) for idx in range(64)]
+    driver.write(keys)
+    bad = place.slot_of(keys[20])
+    place.close()
+    place.journal.unlink()
+    real = os.preadv
+
+    def read(fd: int, buffers: list[memoryview], offset: int) -> int:
+        end = offset + sum(map(len, buffers))
+        if offset <= bad.offset < end and os.path.samestat(os.fstat(fd), bad.path.stat()):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, buffers, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blockio.os, "preadv", read)
+        driver = place.open(64, num_threads=1)
+        assert driver.present(keys) == [idx != 20 for idx in range(64)]
+    driver.write(keys)
+    assert driver.read(keys)[0].done
+    place.check_books()
+
+
 def test_headers_of_many_slots_are_found_quickly(
     place: DiskPlace, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -197,8 +197,8 @@ def test_bytes_count_and_not_chunks(make: Callable[..., Bench]) -> None:
 
 
 def test_a_large_read_is_not_kept_waiting_by_small_ones(make: Callable[..., Bench]) -> None:
-    """Small reads came one after the other, and a long prompt was given up at its deadline. A job
-    that has waited for a second goes first, all of it."""
+    """Small reads came one after the other, and a long prompt was given up at its deadline. Once
+    a job has waited for a second, every other turn is its own; and no small one starves for it."""
     bench = make(1)
     bench.block()
     bench.submit(0, names_of("large", 2 * MANY + 88), deadline_s=1000.0)
@@ -217,7 +217,7 @@ def test_a_large_read_is_not_kept_waiting_by_small_ones(make: Callable[..., Benc
     lengths = [len(keys) for _, keys in bench.batches[1:]]
     first = lengths.index(MANY)
     assert first <= 4
-    assert lengths[first : first + 3] == [MANY, MANY, 88]
+    assert lengths[first : first + 5] == [MANY, 1, MANY, 1, 88]
     assert lengths[:first] == [1] * first, "before that, the small ones go first"
 
 
@@ -763,3 +763,121 @@ def test_a_start_without_enough_threads_leaves_none(monkeypatch: pytest.MonkeyPa
         with pytest.raises(RuntimeError):
             Bench(8)
     assert set(threading.enumerate()) == before
+
+
+# What is done after a job, and by whom.
+
+
+def used_by(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Key], str]]:
+    """What is told to be used from now on, each with the name of the thread that tells it."""
+    told: list[tuple[list[Key], str]] = []
+
+    def use(prefix: Sequence[Key]) -> list[bool]:
+        told.append((list(prefix), threading.current_thread().name))
+        return [True] * len(prefix)
+
+    monkeypatch.setattr(bench, "use", use)
+    return told
+
+
+@pytest.mark.parametrize("direction", [READ, WRITE])
+def test_what_poll_gives_up_is_not_used_on_the_owners_thread(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, direction: Direction
+) -> None:
+    """The rest of a job was given up by `poll`, which then waited for the tier's lock to say what
+    had been used, on the engine's thread."""
+    bench = make(1)
+    told = used_by(bench, monkeypatch)
+    hangs = threading.Event()
+    monkeypatch.setattr(bench, "settle", lambda: hangs.wait(60))
+    names = names_of(0, MANY + 3)
+    bench.submit(0, names, direction, deadline_s=5.0)
+    wait_until(lambda: bench.counted(outcome="done") == MANY)
+    bench.manual.advance(6.0)
+    late = ChunkResult(Outcome.MISS if direction is READ else Outcome.FULL, Reason.DEADLINE)
+    assert bench.poll()[0].results == (DONE,) * MANY + (late,) * 3
+    assert told == [], "nobody but the owner is left to tell it"
+    assert bench.runner.unfinished == 1, "and so it is still to be done"
+    hangs.set()
+    bench.wait()
+    assert told == [(keys_of(0, MANY), "stepwell-bench-0")]
+
+
+def test_what_poll_gave_up_at_the_end_is_used_all_the_same(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(1)
+    told = used_by(bench, monkeypatch)
+    hangs = threading.Event()
+    monkeypatch.setattr(bench, "settle", lambda: hangs.wait(60))
+    bench.submit(0, names_of(0, MANY + 1))
+    wait_until(lambda: bench.counted(outcome="done") == MANY)
+    threading.Timer(0.05, hangs.set).start()
+    assert bench.runner.close()
+    assert len(bench.poll()[0].results) == MANY + 1
+    assert [keys[:MANY] for keys, _ in told] == [keys_of(0, MANY)]
+
+
+def test_what_submit_refuses_is_not_used_on_the_owners_thread(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a write the end was refused, and its beginning had been written by then: `submit` ended
+    the job, and waited for the tier's lock on the engine's thread."""
+    bench = make(1, 10)
+    told = used_by(bench, monkeypatch)
+    real = bench.context.metrics.add
+
+    def add(name: str, labels: tuple[str, ...], amount: int = 1) -> None:
+        if threading.current_thread() is threading.main_thread():
+            wait_until(lambda: bench.num_settled == 1)  # the owner is slow
+        real(name, labels, amount)
+
+    monkeypatch.setattr(bench.context.metrics, "add", add)
+    bench.submit(0, ["a", "b"], WRITE)
+    refused = ChunkResult(Outcome.FULL, Reason.QUEUE_FULL)
+    assert bench.wait()[0].results == (DONE, refused)
+    assert told == [([key_of("a")], "stepwell-bench-0")]
+
+
+@pytest.mark.parametrize("limit_bytes", [0, 1, 9])
+def test_a_limit_below_one_chunk_takes_one_at_a_time(
+    make: Callable[..., Bench], limit_bytes: int
+) -> None:
+    """Every write was refused for ever, and nobody was told that the setting was too small."""
+    bench = make(1, limit_bytes)
+    refused = ChunkResult(Outcome.FULL, Reason.QUEUE_FULL)
+    bench.block()
+    bench.submit(0, names_of(0, 3), WRITE)
+    bench.submit(1, names_of(1, 2), WRITE)
+    assert bench.poll()[1].results == (refused,) * 2, "one is on its way"
+    bench.gate.set()
+    assert bench.wait()[0].results == (DONE, refused, refused)
+    for job_id in range(2, 5):
+        bench.submit(job_id, names_of(job_id, 1), WRITE)
+        assert bench.wait()[job_id].done
+
+
+@pytest.mark.parametrize("direction", [READ, WRITE])
+@pytest.mark.parametrize("copying", [False, True])
+def test_what_the_store_copies_for_itself_is_not_used(
+    make: Callable[..., Bench], direction: Direction, copying: bool
+) -> None:
+    """Each demotion made its chunk the most recent one, the next to leave the last to leave."""
+    bench = make(1)
+    chunks = [Chunk(key, buffer_of(10)) for key in keys_of(0, 3)]
+    bench.runner.submit(Job(0, direction, chunks, copying=copying))
+    assert bench.wait()[0].done
+    assert bench.used == ([] if copying else [keys_of(0, 3)])
+
+
+def test_a_copy_that_joins_a_read_takes_its_use_from_nobody(make: Callable[..., Bench]) -> None:
+    bench = make(1)
+    bench.block()
+    chunks = [Chunk(key_of("a"), buffer_of(10))]
+    bench.runner.submit(Job(5, READ, chunks, copying=True))
+    bench.submit(6, ["a"])
+    bench.gate.set()
+    results = bench.wait()
+    assert results[5].done
+    assert results[6].done
+    assert bench.used[1:] == [[key_of("a")]]

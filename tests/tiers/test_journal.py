@@ -433,7 +433,7 @@ def test_a_renewal_while_others_note_loses_nothing(noting: Noting) -> None:
     renewals = [0]
 
     def keep_noting(first: int) -> None:
-        for number in range(first, first + 400):
+        for number in range(first, first + 150):
             noting.note(put(number))
             if number % 3 == 0:
                 noting.journal.flush()
@@ -456,7 +456,7 @@ def test_a_renewal_while_others_note_loses_nothing(noting: Noting) -> None:
     assert renewals[0] > 1
     rows, *_ = noting.replayed()
     assert rows == said(noting.frames)[0], "the order too"
-    assert len(rows) == 1600
+    assert len(rows) == 600
 
 
 class Gate:

@@ -595,7 +595,7 @@ def test_everything_is_forgotten(books: Books) -> None:
     books.read(keys[11:], Reason.CHECKSUM)
     extent_of_first = slot_of(places[0])[0]
     ((row, _),) = books.ledger.begin_reads(keys[:1], 0.0)
-    books.ledger.forget_all()
+    books.ledger.forget()
     books.settle()
     assert [extent.extent_id for extent in books.extents()] == [extent_of_first]
     assert books.present(keys) == [False] * 12
@@ -615,7 +615,7 @@ def test_an_extent_out_of_use_goes_with_its_last_record(books: Books, end: str) 
     any more; however its chunk left, the extent's part of the capacity was never given back."""
     keys = keys_of(1)
     rows = books.begin(keys)
-    books.ledger.forget_all()
+    books.ledger.forget()
     books.settle()
     if end == "abort":
         books.fail(rows, keys)

@@ -327,3 +327,96 @@ class SpaceMachine(RuleBasedStateMachine):
 
 TestSpaceMachine = SpaceMachine.TestCase
 TestSpaceMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+# One extent.
+
+
+class ExtentMachine(RuleBasedStateMachine):
+    """Any calls on one extent, against the set of its free slots.
+
+    Its runs are kept in three tables, by first slot, by last and by length; each is compared.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extent = Extent(7, SMALL, 24, ready=True)
+        self.extent.release(0, 24)
+        self.free = set(range(24))
+
+    @property
+    def num_slots(self) -> int:
+        return self.extent.num_slots
+
+    def runs(self) -> dict[int, int]:
+        """First slot of a free run -> its length."""
+        return dict(runs_of(sorted(self.free)))
+
+    def taken_runs(self) -> list[tuple[int, int]]:
+        return runs_of([idx for idx in range(self.num_slots) if idx not in self.free])
+
+    @precondition(lambda self: self.free)
+    @rule(most=st.integers(1, 26))
+    def take(self, most: int) -> None:
+        lengths = self.runs().values()
+        enough = [length for length in lengths if length >= most]
+        before = self.runs()
+        first, length = self.extent.take(most)
+        assert before[first] == (min(enough) if enough else max(lengths))
+        assert length == min(before[first], most)
+        self.free -= set(range(first, first + length))
+
+    @precondition(lambda self: len(self.free) < self.num_slots)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """A part of a run that is taken: its neighbours may be free on either side, or both."""
+        begin, length = data.draw(st.sampled_from(self.taken_runs()))
+        first = data.draw(st.integers(begin, begin + length - 1))
+        count = data.draw(st.integers(1, begin + length - first))
+        self.extent.release(first, count)
+        self.free |= set(range(first, first + count))
+
+    @precondition(lambda self: self.num_slots - 1 in self.free)
+    @rule(data=st.data())
+    def cut(self, data: st.DataObject) -> None:
+        length = self.num_slots - max(self.runs())
+        count = data.draw(st.integers(1, length))
+        before = self.num_slots
+        self.extent.cut(count)
+        assert self.num_slots == before - count
+        self.free -= set(range(before - count, before))
+
+    @rule(count=st.integers(1, 8))
+    def lengthen(self, count: int) -> None:
+        """As where slots could not be cut off after all."""
+        first = self.num_slots
+        self.extent.num_slots += count
+        self.extent.release(first, count)
+        self.free |= set(range(first, first + count))
+
+    @rule(data=st.data())
+    def occupy(self, data: st.DataObject) -> None:
+        taken = data.draw(st.permutations(range(self.num_slots)))
+        taken = taken[: data.draw(st.integers(0, self.num_slots))]
+        self.extent.occupy(taken)
+        self.free = set(range(self.num_slots)) - set(taken)
+
+    @rule(data=st.data())
+    def take_at(self, data: st.DataObject) -> None:
+        idx = data.draw(st.integers(0, self.num_slots))
+        assert self.extent.take_at(idx) == (idx in self.free)
+        self.free.discard(idx)
+
+    @invariant()
+    def runs_are_those_of_the_set(self) -> None:
+        runs, extent = self.runs(), self.extent
+        assert sorted(extent.free_runs()) == sorted(runs.items())
+        assert extent.longest_run() == max(runs.values(), default=0)
+        tail = self.num_slots - max(runs) if self.num_slots - 1 in self.free else 0
+        assert extent.tail_run() == tail
+        assert extent.num_free == len(self.free)
+        assert extent.empty == (len(self.free) == self.num_slots)
+
+
+TestExtentMachine = ExtentMachine.TestCase
+TestExtentMachine.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

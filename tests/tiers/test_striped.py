@@ -541,6 +541,71 @@ def test_closing_with_a_drive_that_hangs(array: Array, monkeypatch: pytest.Monke
     assert array.driver.wait(reads[1]).done
 
 
+def missing_of(store: Store, keys: Sequence[Key]) -> list[Reason]:
+    """Why each chunk was a miss; checks that it was one."""
+    assert store.lookup(keys) == [Lookup.MISS] * len(keys)
+    return [store.why_missed(key) for key in keys]
+
+
+def test_why_a_chunk_was_missed_while_one_drive_is_not_asked(array: Array) -> None:
+    """Every miss was put down to the breaker as long as any drive was not asked, those of chunks
+    that no drive ever had as well."""
+    array.driver.write(KEYS)
+    store = Store([array.tier], array.context)
+    new = [key_of("new a"), key_of("new b")]
+    theirs = array.of(1)
+    others = [key for key in KEYS if key not in theirs]
+    assert missing_of(store, new) == [Reason.ABSENT] * 2
+    array.give_up(1)
+    assert store.degraded
+    assert missing_of(store, [*new, *theirs]) == [Reason.ABSENT] * 2 + [Reason.BREAKER] * 4
+    assert store.lookup(others) == [Lookup.HIT] * 8
+    array.disks[1].delete(theirs[:1])
+    assert missing_of(store, theirs) == [Reason.ABSENT] + [Reason.BREAKER] * 3
+    array.disks[0].delete(others)
+    array.disks[2].delete(others)
+    assert missing_of(store, others) == [Reason.ABSENT] * 8
+    array.failing.clear()
+    array.pass_time(5.5)
+    assert store.lookup(theirs[1:]) == [Lookup.HIT] * 3, "somebody has to be the probe"
+    assert missing_of(store, [*new, theirs[0]]) == [Reason.ABSENT] * 3
+    assert array.driver.read(theirs[1:])[0].done
+    assert not store.degraded
+
+
+def test_why_a_chunk_was_missed_that_only_a_host_tier_has(array: Array) -> None:
+    above = HostTier(1 << 20, array.context)
+    store = Store([above, array.tier], array.context)
+    array.driver.write(KEYS)
+    theirs = array.of(1)
+    array.give_up(1)
+    assert missing_of(store, theirs) == [Reason.BREAKER] * 4
+    Driver(above, SIZE).write(theirs[:2])
+    assert store.lookup(theirs) == [Lookup.HIT] * 2 + [Lookup.MISS] * 2
+    above.delete(theirs)
+    assert missing_of(store, [*theirs, key_of("new")]) == [Reason.BREAKER] * 4 + [Reason.ABSENT]
+    above.close()
+
+
+def test_what_the_store_copies_for_itself_is_so_for_every_drive(array: Array) -> None:
+    """The drives were told that it was used, and had the order in which it was demoted."""
+    seen: list[tuple[int, bool]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for idx, disk in enumerate(array.disks):
+            real = disk.submit
+            patch.setattr(
+                disk, "submit",
+                lambda job, idx=idx, real=real: (seen.append((idx, job.copying)), real(job)),
+            )  # fmt: skip
+        for job_id, copying in ((-1, True), (-2, False)):
+            chunks = array.driver.write_chunks({key: payload_of(key, SIZE) for key in KEYS[:6]})
+            array.tier.submit(Job(job_id, Direction.WRITE, chunks, 10.0, copying))
+            while not (ended := array.tier.poll()):
+                time.sleep(0.001)
+            assert [result.job_id for result in ended] == [job_id]
+    assert sorted(seen) == [(0, False), (0, True), (1, False), (1, True), (2, False), (2, True)]
+
+
 # Starting.
 
 
@@ -653,6 +718,28 @@ def test_no_drive_is_left(tmp_path: Path, broken_paths: Callable[..., None]) -> 
         Store.open(settings_of(*paths))
     with pytest.raises(ConfigError, match="Input/output error"):
         Store.open(settings_of(paths[0]))
+
+
+def test_a_drive_that_was_left_out_shows(tmp_path: Path, broken_paths: Callable[..., None]) -> None:
+    """Nobody who looked at the numbers could tell that a drive was missing since the start."""
+    paths = [tmp_path / name for name in "abc"]
+    names = ["disk0", "disk1", "disk2"]
+    store = Store.open(settings_of(*paths))
+    Driver(store.tiers[0], SIZE).write(KEYS)
+    assert not store.degraded
+    assert [store.gauges()["breaker_open", name] for name in names] == [0.0] * 3
+    store.close()
+    broken_paths(paths[1])
+    store = Store.open(settings_of(*paths))
+    assert store.degraded
+    gauges = store.gauges()
+    assert [gauges["breaker_open", name] for name in names] == [0.0, 1.0, 0.0]
+    assert {name for gauge, name in gauges if gauge == "used_bytes"} == {"disk0", "disk2"}
+    missed = [key for key in KEYS if store.lookup([key]) == [Lookup.MISS]]
+    assert len(missed) == 4
+    assert missing_of(store, missed) == [Reason.ABSENT] * 4, "nobody knows what it has"
+    assert store.degraded, "for as long as the store lives"
+    store.close()
 
 
 # Any history.
