@@ -24,7 +24,7 @@ from stepwell.errors import DataError
 from stepwell.tiers import blockio
 from stepwell.tiers.directory import FoundExtent, StoreDirectory
 from stepwell.tiers.files import open_in_folder
-from stepwell.tiers.journal import ASIDE_REASONS, ENTRY, Image, JournalError, replay
+from stepwell.tiers.frames import ASIDE_REASONS, ENTRY, Image, JournalError, replay
 from stepwell.tiers.ledger import Ledger
 from stepwell.tiers.slots import place_of
 
@@ -89,7 +89,7 @@ class Contents:
     Attributes:
         journal: as it was found.
         extents: that an engine would use, by number.
-        rows: `stepwell.tiers.journal.ENTRY` rows that an engine would serve, the first to leave
+        rows: `stepwell.tiers.frames.ENTRY` rows that an engine would serve, the first to leave
             first; places and tags are unique.
         lost: rows of slots that are not there: the extent is gone, or ends before them.
         num_unnamed: rows of a root that is not named; passed over.

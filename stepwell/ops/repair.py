@@ -20,14 +20,14 @@ from stepwell.ops.contents import ASIDE_REASONS, Contents
 from stepwell.ops.findings import Bad, Remedy
 from stepwell.tiers.directory import StoreDirectory
 from stepwell.tiers.files import open_in_folder
-from stepwell.tiers.journal import (
-    Journal,
+from stepwell.tiers.frames import (
     Kind,
     encode_aside,
     encode_root,
     encode_rows,
     encode_wear,
 )
+from stepwell.tiers.journal import Journal
 
 __all__ = ["clear_the_way", "repair"]
 

@@ -24,15 +24,15 @@ from stepwell.tiers.blockio import probe_direct
 from stepwell.tiers.directory import StoreDirectory
 from stepwell.tiers.extents import ExtentFiles, out_of_space
 from stepwell.tiers.files import read_regular, remove_tree
-from stepwell.tiers.journal import (
+from stepwell.tiers.frames import (
     SNAPSHOT_BASE_BYTES,
     SNAPSHOT_SLOT_BYTES,
     Image,
-    Journal,
     JournalError,
     encode_wear,
     replay,
 )
+from stepwell.tiers.journal import Journal
 from stepwell.tiers.ledger import Drop, Evicted, Full, Got, Grow, Ledger
 from stepwell.tiers.outcomes import NO_ROOM
 from stepwell.tiers.slots import BOOKKEEPING_BYTES, Extent

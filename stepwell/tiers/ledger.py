@@ -20,8 +20,9 @@ from stepwell.core.record import Header
 from stepwell.core.types import ChunkResult, Lookup, Reason
 from stepwell.policy.endurance import EnduranceState
 from stepwell.policy.eviction import EvictionPolicy
-from stepwell.tiers import journal as frames
-from stepwell.tiers.journal import ENTRY, Image, Journal
+from stepwell.tiers import frames
+from stepwell.tiers.frames import ENTRY, Image
+from stepwell.tiers.journal import Journal
 from stepwell.tiers.outcomes import ALREADY_THERE, NO_ROOM
 from stepwell.tiers.slots import Extent, SlotSpace, place_of, slot_of
 from stepwell.tiers.table import ChunkTable, State

@@ -19,7 +19,7 @@ from stepwell.core.record import Header
 from stepwell.engines.vllm_args import kv_transfer_config
 from stepwell.ops.shm import SHM_DIR, find_abandoned
 from stepwell.tiers.directory import StoreDirectory
-from stepwell.tiers.journal import replay
+from stepwell.tiers.frames import replay
 from stepwell.tiers.slots import slot_of
 
 BLOCK_TOKENS = 128

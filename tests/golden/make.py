@@ -1,7 +1,7 @@
 """Writes the golden files of format version 1, records and journals. They are never changed again.
 
 A later version of Stepwell must still read them. The bytes are put together here by hand, from
-docs/FORMAT.md and without `stepwell.core.record` or `stepwell.tiers.journal`, so that the two can
+docs/FORMAT.md and without `stepwell.core.record` or `stepwell.tiers.frames`, so that the two can
 disagree.
 """
 

@@ -45,7 +45,7 @@ from stepwell.ops.check import check_store
 from stepwell.ops.contents import JournalState
 from stepwell.ops.findings import BLOCKED, UNREADABLE, CheckReport, Remedy
 from stepwell.ops.records import Examiner
-from stepwell.tiers import journal
+from stepwell.tiers import frames
 from stepwell.tiers.directory import StoreDirectory
 from stepwell.tiers.slots import BOOKKEEPING_BYTES, place_of
 
@@ -62,19 +62,19 @@ def reasons(report: CheckReport) -> list[str]:
     return sorted(each.reason for each in report.bad)
 
 
-def image_of(path: Path) -> journal.Image:
-    return journal.replay((path / "journal").read_bytes())
+def image_of(path: Path) -> frames.Image:
+    return frames.replay((path / "journal").read_bytes())
 
 
-def append(path: Path, frames: bytes) -> None:
+def append(path: Path, more: bytes) -> None:
     """Append to a journal that nobody has open."""
     with open(path / "journal", "ab") as file:
-        file.write(frames)
+        file.write(more)
 
 
 def entries_of(number: int, places: dict[Key, int]) -> npt.NDArray[np.void]:
     """Rows of a root's chunks, for a journal."""
-    rows = np.zeros(len(places), journal.ENTRY)
+    rows = np.zeros(len(places), frames.ENTRY)
     rows["tag"] = [fingerprint(key) for key in places]
     rows["place"] = list(places.values())
     rows["root"] = number
@@ -385,7 +385,7 @@ def test_a_missing_journal_is_no_fault(tmp_path: Path) -> None:
 def test_a_torn_end_of_the_journal_is_no_fault(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     write_store(path)
-    append(path, journal.encode_free(list(range(9)))[:-3])
+    append(path, frames.encode_free(list(range(9)))[:-3])
     report = check(path)
     assert report.ok
     assert (report.num_records, report.cut_bytes) == (3, 12 + 9 * 8 - 3)
@@ -395,7 +395,7 @@ def test_entries_of_a_root_without_a_name(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     keys = write_store(path)
     rows = entries_of(7, {make_key(identity().root, b"x"): place_of(0, 20)})
-    append(path, journal.encode_rows(journal.Kind.PUT, rows))
+    append(path, frames.encode_rows(frames.Kind.PUT, rows))
     report = check(path)
     assert reasons(report) == ["journal"]
     assert report.num_records == 3
@@ -407,9 +407,9 @@ def test_entries_of_a_root_without_a_name(tmp_path: Path) -> None:
 def test_an_entry_with_the_number_of_another_root(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     keys = write_store(path)
-    stranger = journal.encode_root(7, identity(tp=2).root)
+    stranger = frames.encode_root(7, identity(tp=2).root)
     rows = entries_of(7, {keys[1]: place_of(0, where(path, keys[1]).slot_idx)})
-    append(path, stranger + journal.encode_rows(journal.Kind.PUT, rows))
+    append(path, stranger + frames.encode_rows(frames.Kind.PUT, rows))
     report = check(path)
     assert reasons(report) == ["identity"]
     assert report.num_roots == 2
@@ -737,7 +737,7 @@ def large_store(path: Path, length: int, digest: bytes) -> None:
     rows = entries_of(1, places)
     append(
         path,
-        journal.encode_root(1, whose.root) + journal.encode_rows(journal.Kind.PUT, rows),
+        frames.encode_root(1, whose.root) + frames.encode_rows(frames.Kind.PUT, rows),
     )
     (path / "roots" / f"{whose.root.hex()}.json").write_text(whose.to_json())
 

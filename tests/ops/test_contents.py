@@ -17,7 +17,7 @@ from stepwell.ops.contents import (
     usable_extents,
 )
 from stepwell.testing import Driver
-from stepwell.tiers import journal
+from stepwell.tiers import frames
 from stepwell.tiers.directory import StoreDirectory
 from stepwell.tiers.slots import BOOKKEEPING_BYTES, place_of
 
@@ -34,14 +34,14 @@ ROWS = st.lists(
 
 def write_image(path: Path, rows: Sequence[tuple[int, int, int, int]], aside: set[int]) -> None:
     """A store's journal of these rows (tag, place, root, time) and places set aside."""
-    entries = np.zeros(len(rows), journal.ENTRY)
+    entries = np.zeros(len(rows), frames.ENTRY)
     for idx, (tag, place, root, used_at_s) in enumerate(rows):
         entries[idx] = (tag, place, root, 0, used_at_s, 0, 0)
-    frames = [journal.encode_root(number, Root(bytes([number]) * 32)) for number in (0, 1)]
-    frames.append(journal.encode_rows(journal.Kind.SNAPSHOT, entries))
-    frames += [journal.encode_aside(place, 1) for place in aside]
+    parts = [frames.encode_root(number, Root(bytes([number]) * 32)) for number in (0, 1)]
+    parts.append(frames.encode_rows(frames.Kind.SNAPSHOT, entries))
+    parts += [frames.encode_aside(place, 1) for place in aside]
     head = (path / "journal").read_bytes()[:16]
-    (path / "journal").write_bytes(head + b"".join(frames))
+    (path / "journal").write_bytes(head + b"".join(parts))
 
 
 def in_an_engine(path: Path) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from stepwell.ops.inspect import SlotSize, StoreReport, inspect_store
 from stepwell.ops.report import inspect_json, inspect_text
 from stepwell.ops.shm import find_abandoned
 from stepwell.policy.endurance import EnduranceState, Observation
-from stepwell.tiers import journal
+from stepwell.tiers import frames
 from stepwell.tiers.slots import BOOKKEEPING_BYTES
 
 DAY_S = 86_400
@@ -47,10 +47,10 @@ def inspect(path: Path) -> StoreReport:
     return inspect_store(path, shm_dir=path.parent)
 
 
-def write_journal(path: Path, frames: bytes) -> None:
-    """A journal of these frames; the head is the one that was there."""
+def write_journal(path: Path, body: bytes) -> None:
+    """A journal of such frames; the head is the one that was there."""
     old = (path / "journal").read_bytes()
-    (path / "journal").write_bytes(old[:16] + frames)
+    (path / "journal").write_bytes(old[:16] + body)
 
 
 def test_one_root(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_what_was_cut_short_and_other_reasons(tmp_path: Path) -> None:
         assert read_keys(tier, keys[2:]) == [(Outcome.MISS, "truncated")]
         os.truncate(lying.path, size_bytes)
     with open(path / "journal", "ab") as file:
-        file.write(journal.encode_aside(0, 0) + journal.encode_aside(1, 99))
+        file.write(frames.encode_aside(0, 0) + frames.encode_aside(1, 99))
     found = {each.reason: each.num_slots for each in inspect(path).quarantine}
     assert found == {"truncated": 1, "other": 2}
 
@@ -290,7 +290,7 @@ def test_how_long_the_drive_will_last(
     write_store(path)
     written_bytes = 1000 << 30
     state = EnduranceState(written_bytes, time.time() - days * DAY_S, 0.0, time.time())
-    write_journal(path, journal.encode_wear(state))
+    write_journal(path, frames.encode_wear(state))
     report = inspect_store(path, rated_dwpd=dwpd, shm_dir=tmp_path)
     assert report.wear is not None
     life = report.wear.life
@@ -323,7 +323,7 @@ def test_a_drive_that_nothing_was_written_to(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     write_store(path)
     state = EnduranceState(0, time.time() - 30 * DAY_S, 0.0, time.time())
-    write_journal(path, journal.encode_wear(state))
+    write_journal(path, frames.encode_wear(state))
     report = inspect(path)
     assert "more than 100 years" in inspect_text(report)
     assert json.loads(json.dumps(inspect_json(report), allow_nan=False))["wear"]["years"] is None
@@ -368,7 +368,7 @@ def test_a_million_chunks_in_a_few_seconds(tmp_path: Path) -> None:
         extent = path / "extents" / f"{extent_id:08d}-{SLOT_BYTES}.kv"
         with open(extent, "wb") as file:
             file.truncate(per_extent * SLOT_BYTES)
-    rows = np.zeros(count, journal.ENTRY)
+    rows = np.zeros(count, frames.ENTRY)
     idxs = np.arange(count, dtype=np.uint64)
     rows["tag"] = np.random.default_rng(7).permutation(idxs)
     rows["place"] = (idxs // per_extent << 32) + idxs % per_extent
@@ -377,8 +377,8 @@ def test_a_million_chunks_in_a_few_seconds(tmp_path: Path) -> None:
     roots = [Root(number.to_bytes(32, "big")) for number in range(300)]
     write_journal(
         path,
-        b"".join(journal.encode_root(number, root) for number, root in enumerate(roots))
-        + journal.encode_rows(journal.Kind.SNAPSHOT, rows),
+        b"".join(frames.encode_root(number, root) for number, root in enumerate(roots))
+        + frames.encode_rows(frames.Kind.SNAPSHOT, rows),
     )
     began_s = time.process_time()
     report = inspect(path)

@@ -27,10 +27,10 @@ from stepwell.ops.findings import (
 )
 from stepwell.policy.endurance import EnduranceState
 from stepwell.settings import Settings, parse_duration, parse_size
-from stepwell.tiers import journal
+from stepwell.tiers import frames
 from stepwell.tiers.directory import FORMAT as DIRECTORY_FORMAT
 from stepwell.tiers.directory import StoreDirectory
-from stepwell.tiers.journal import Kind
+from stepwell.tiers.frames import Kind
 from stepwell.tiers.slots import BOOKKEEPING_BYTES, place_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +56,7 @@ EXAMPLE_S = 1_767_225_600
 
 
 def example_row(key: Key, slot_idx: int, used_at_s: int) -> npt.NDArray[np.void]:
-    row = np.zeros(1, journal.ENTRY)
+    row = np.zeros(1, frames.ENTRY)
     row[0] = (fingerprint(key), place_of(3, slot_idx), 0, 0, used_at_s, 0, 0)
     return row
 
@@ -64,13 +64,13 @@ def example_row(key: Key, slot_idx: int, used_at_s: int) -> npt.NDArray[np.void]
 def example_frames() -> list[bytes]:
     second = make_key(Root(bytes(range(0x20))), bytes(range(0xB0, 0xD4)))
     return [
-        journal.encode_root(0, Root(bytes(range(0x20)))),
-        journal.encode_wear(EnduranceState(3 << 30, EXAMPLE_S, -(1 << 20), EXAMPLE_S + 3600)),
-        journal.encode_rows(Kind.SNAPSHOT, example_row(EXAMPLE_KEY, 5, EXAMPLE_S)),
-        journal.encode_rows(Kind.PUT, example_row(second, 6, EXAMPLE_S + 60)),
-        journal.encode_touch([place_of(3, 5)], EXAMPLE_S + 120),
-        journal.encode_aside(place_of(3, 6), ASIDE_REASONS.index("checksum")),
-        journal.encode_free([place_of(3, 7)]),
+        frames.encode_root(0, Root(bytes(range(0x20)))),
+        frames.encode_wear(EnduranceState(3 << 30, EXAMPLE_S, -(1 << 20), EXAMPLE_S + 3600)),
+        frames.encode_rows(Kind.SNAPSHOT, example_row(EXAMPLE_KEY, 5, EXAMPLE_S)),
+        frames.encode_rows(Kind.PUT, example_row(second, 6, EXAMPLE_S + 60)),
+        frames.encode_touch([place_of(3, 5)], EXAMPLE_S + 120),
+        frames.encode_aside(place_of(3, 6), ASIDE_REASONS.index("checksum")),
+        frames.encode_free([place_of(3, 7)]),
     ]
 
 
@@ -159,16 +159,16 @@ def test_the_table_of_offsets() -> None:
 def test_the_example_of_a_journal() -> None:
     """The dump, what each frame is said to be, and what a reader makes of all of them."""
     dump = dump_of("### An example of a journal")
-    frames = example_frames()
-    assert dump[16:] == b"".join(frames)
+    parts = example_frames()
+    assert dump[16:] == b"".join(parts)
     section = section_of(FORMAT, "### An example of a journal")
     offset, expected = 16, {"0x00": "the header"}
-    for frame in frames:
+    for frame in parts:
         expected[f"0x{offset:02x}"] = Kind(int.from_bytes(frame[:2], "little")).name
         offset += len(frame)
     said = rows_of(FORMAT, "### An example of a journal")
     assert {at: cells[0] for at, cells in said.items()} == expected
-    image = journal.replay(dump)
+    image = frames.replay(dump)
     assert image.valid_bytes == len(dump)
     (row,) = image.rows.tolist()
     assert row == (fingerprint(EXAMPLE_KEY), place_of(3, 5), 0, 0, EXAMPLE_S + 120, 0, 0)
@@ -180,18 +180,18 @@ def test_the_example_of_a_journal() -> None:
 def test_the_tables_of_a_journal() -> None:
     dump = dump_of("### An example of a journal")
     head = dict(places_of(section_of(FORMAT, "### The journal's header")))
-    assert dump[head["magic"]] == journal.MAGIC
-    assert int.from_bytes(dump[head["version"]], "little") == journal.VERSION
+    assert dump[head["magic"]] == frames.MAGIC
+    assert int.from_bytes(dump[head["version"]], "little") == frames.VERSION
     assert f"{int.from_bytes(dump[head['CRC']], 'little'):08x}" in FORMAT
-    frames, _, entries = section_of(FORMAT, "### Frames").partition("An entry of SNAPSHOT and PUT")
-    fields = dict(places_of(frames))
+    text, _, entries = section_of(FORMAT, "### Frames").partition("An entry of SNAPSHOT and PUT")
+    fields = dict(places_of(text))
     assert list(fields) == ["kind", "check", "count", "CRC"]
     columns = places_of(entries)
     assert [(each.start, each.stop - each.start) for _, each in columns] == [
-        (journal.ENTRY.fields[name][1], journal.ENTRY.fields[name][0].itemsize)
-        for name in journal.ENTRY.names
+        (frames.ENTRY.fields[name][1], frames.ENTRY.fields[name][0].itemsize)
+        for name in frames.ENTRY.names
     ]
-    kinds = re.findall(r"^\| (\d) \| ([A-Z]+) \| (\d+) \|", frames, re.MULTILINE)
+    kinds = re.findall(r"^\| (\d) \| ([A-Z]+) \| (\d+) \|", text, re.MULTILINE)
     assert [(int(number), name) for number, name, _ in kinds] == [
         (kind.value, kind.name) for kind in Kind
     ]
@@ -228,7 +228,7 @@ MAKER = golden_maker()
 def test_golden_journals_stay_readable(name: str) -> None:
     content = (ROOT / "tests" / "golden" / name).read_bytes()
     expected = MAKER.JOURNALS[name]
-    image = journal.replay(content)
+    image = frames.replay(content)
     assert image.valid_bytes == len(content)
     names = ["tag", "place", "root", "used_at_s", "expires_at_s"]
     assert image.rows[names].tolist() == expected["rows"]
@@ -236,7 +236,7 @@ def test_golden_journals_stay_readable(name: str) -> None:
     assert image.aside == expected["aside"]
     assert image.wear == EnduranceState(*expected["wear"])
     for length in range(16, len(content)):  # and so does all that an append left whole
-        assert journal.replay(content[:length]).valid_bytes <= length
+        assert frames.replay(content[:length]).valid_bytes <= length
 
 
 def test_every_golden_journal_is_compared() -> None:

@@ -20,7 +20,7 @@ from stepwell.core.keys import Key
 from stepwell.core.types import Chunk, ChunkResult, Direction, Lookup, Outcome, Reason
 from stepwell.errors import ConfigError
 from stepwell.testing import Driver, buffer_of, key_of, payload_of
-from stepwell.tiers import blockio, drive, jobs, journal
+from stepwell.tiers import blockio, drive, frames, jobs
 from stepwell.tiers.directory import StoreDirectory
 from stepwell.tiers.disk import slot_cost_bytes
 
@@ -614,22 +614,22 @@ def test_a_sector_that_is_unreadable_again_is_set_aside(place: DiskPlace, sector
     assert driver.write(lost) == (ChunkResult(Outcome.DONE),)
     assert served(driver, MANY) == [True] * 256, "it lies elsewhere now"
     place.check_books()
-    reasons = [journal.ASIDE_REASONS[n] for n in replayed(place).aside.values()]
+    reasons = [frames.ASIDE_REASONS[n] for n in replayed(place).aside.values()]
     assert reasons == ["io_error"]
     driver = place.open(4 * len(MANY), payload_bytes=4096, num_threads=1)
     assert place.tier._ledger.num_aside == 1
     assert place.tier.used_bytes == used_bytes + slot_cost_bytes(4096)
     assert served(driver, MANY) == [True] * 256
     place.check_books()
-    reasons = [journal.ASIDE_REASONS[n] for n in replayed(place).aside.values()]
+    reasons = [frames.ASIDE_REASONS[n] for n in replayed(place).aside.values()]
     assert reasons == ["io_error"], "and after another start"
 
 
-def replayed(place: DiskPlace) -> journal.Image:
+def replayed(place: DiskPlace) -> frames.Image:
     """What the next start would be told."""
     assert place.tier is not None
     assert place.tier.drain(30)
-    return journal.replay(place.journal.read_bytes())
+    return frames.replay(place.journal.read_bytes())
 
 
 def test_a_failed_read_again_with_nothing_served_meanwhile(

@@ -19,7 +19,7 @@ from stepwell.testing import Driver, key_of, payload_of
 from stepwell.tiers import blockio
 from stepwell.tiers.directory import StoreDirectory
 from stepwell.tiers.disk import slot_cost_bytes
-from stepwell.tiers.journal import replay
+from stepwell.tiers.frames import replay
 from stepwell.tiers.slots import BOOKKEEPING_BYTES
 
 from .conftest import DiskPlace

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from stepwell.core.keys import Root
 from stepwell.policy.endurance import EnduranceState
 from stepwell.tiers import journal as journals
-from stepwell.tiers.journal import (
+from stepwell.tiers.frames import (
     ENTRY,
     Image,
-    Journal,
     JournalError,
     Kind,
     encode,
@@ -34,6 +33,7 @@ from stepwell.tiers.journal import (
     encode_wear,
     replay,
 )
+from stepwell.tiers.journal import Journal
 
 HEAD = struct.pack("<8sHHI", b"SWJOURNL", 1, 0, 0)
 HEAD = HEAD[:12] + struct.pack("<I", zlib.crc32(HEAD))

@@ -16,7 +16,8 @@ from stepwell.core.types import Lookup, Reason
 from stepwell.policy.endurance import EnduranceState
 from stepwell.policy.eviction import make_policy
 from stepwell.testing import key_of
-from stepwell.tiers.journal import ENTRY, Image, Journal, replay
+from stepwell.tiers.frames import ENTRY, Image, replay
+from stepwell.tiers.journal import Journal
 from stepwell.tiers.ledger import Drop, Evicted, Full, Got, Grow, Ledger
 from stepwell.tiers.outcomes import ALREADY_THERE
 from stepwell.tiers.slots import BOOKKEEPING_BYTES, Extent, SlotSpace, place_of, slot_of
