@@ -98,7 +98,7 @@ class Metrics:
         """Increase counter ``name``, which `DEFINITIONS` must list, by ``amount`` >= 0."""
         if len(_LABELS[name]) != len(labels):
             raise ValueError(f"wrong labels: counter={name} labels={labels}")
-        key = (name, tuple(str(label) for label in labels))
+        key = (name, tuple(map(str, labels)))
         with self._lock:
             self._values[key] = self._values.get(key, 0) + amount
 

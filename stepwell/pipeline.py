@@ -21,7 +21,7 @@ from stepwell.errors import ClosedError
 from stepwell.manager import Demotion, Manager, WritePlan
 from stepwell.policy.worth import TierEstimate, TierSpeed
 from stepwell.tiers.base import Tier, TierContext
-from stepwell.tiers.outcomes import count_result
+from stepwell.tiers.outcomes import count_results
 
 __all__ = ["Pipeline"]
 
@@ -296,8 +296,12 @@ class Pipeline:
             for idx in idxs:
                 if request.results[idx].outcome is not Outcome.DONE:
                     request.results[idx] = _NOT_ADMITTED
-                name, chunk = self.tiers[tier_idx].name, request.chunks[idx]
-                count_result(self._context.metrics, name, Direction.WRITE, chunk, _NOT_ADMITTED)
+            count_results(
+                self._context.metrics,
+                self.tiers[tier_idx].name,
+                Direction.WRITE,
+                [(request.chunks[idx], _NOT_ADMITTED) for idx in idxs],
+            )
         for tier_idx, idxs in plan.targets.items():
             self._submit(tier_idx, request, Direction.WRITE, idxs)
 

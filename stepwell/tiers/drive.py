@@ -242,16 +242,20 @@ class Drive:
 
     def settle(self) -> None:
         """Loose ends after a piece of work, and the journal."""
+        journal = self.ledger.journal
+        wear_due = self.files.written_bytes - self._wear_noted_bytes > _WEAR_EVERY_BYTES
+        renewal_due = journal.broken or journal.long(len(self.ledger))
+        if not (self.ledger.loose_ends or journal.noted or wear_due or renewal_due):
+            return  # as after most reads
         if not self._directory.owned():
             return  # it may be somebody else's by now
-        journal = self.ledger.journal
         stale = self.ledger.take_stale()
         for place in stale:
             with contextlib.suppress(OSError):  # then it is only the journal that knows
                 self.files.wipe(place, self.ledger.size_at(place))
         self.ledger.give_back(stale)
         self._drop_unused()
-        if self.files.written_bytes - self._wear_noted_bytes > _WEAR_EVERY_BYTES:
+        if wear_due:
             self._note_wear()
         self.flush_journal()
         if journal.broken or journal.long(len(self.ledger)):
@@ -350,10 +354,8 @@ class Drive:
         if places:
             return places, NO_ROOM
         if self._grow_failed and self._context.clock.monotonic() < self._grow_again_s:
-            return (
-                [],
-                FAILED,
-            )  # or good chunks would leave for a drive that takes nothing
+            # Or good chunks would leave for a drive that takes nothing.
+            return [], FAILED
         # One at a time, or several would evict and grow for the same wish.
         with self._room_lock:
             while True:

@@ -8,7 +8,7 @@ from stepwell.core.types import ChunkResult, Direction, Job, JobResult, Lookup, 
 from stepwell.errors import ClosedError
 from stepwell.policy.breaker import Breaker, State
 from stepwell.tiers.base import Tier, TierContext
-from stepwell.tiers.outcomes import count_result
+from stepwell.tiers.outcomes import count_results
 
 __all__ = ["GuardedTier"]
 
@@ -113,8 +113,8 @@ class GuardedTier:
 
     def _refuse(self, job: Job) -> None:
         result = _REFUSED[job.direction]
-        for chunk in job.chunks:
-            count_result(self._metrics, self.name, job.direction, chunk, result)
+        refused = [(chunk, result) for chunk in job.chunks]
+        count_results(self._metrics, self.name, job.direction, refused)
         num_chunks = len(job.chunks)
         self._refused.append(
             JobResult(job.job_id, job.direction, (result,) * num_chunks, 0, 0.0, ("",) * num_chunks)

@@ -23,7 +23,7 @@ from stepwell.core.types import (
 )
 from stepwell.errors import ClosedError
 from stepwell.tiers.base import TierContext
-from stepwell.tiers.outcomes import ALREADY_THERE, DONE, count_result
+from stepwell.tiers.outcomes import ALREADY_THERE, DONE, count_results
 
 __all__ = ["JobRunner", "Work"]
 
@@ -105,6 +105,7 @@ class _Running:
             self.next_idx += 1
 
 
+_Ended = tuple[int, ChunkResult]  # index of a chunk in its job, and what became of it
 _Seat = tuple[_Running, int]  # a chunk of a job: where a read's bytes are wanted
 
 
@@ -223,9 +224,8 @@ class JobRunner:
                 if running.waiting:
                     self._writes.append(running)
             self._changed.notify(num_chunks)
-        for idx in refused:
-            result = ChunkResult(Outcome.FULL, Reason.QUEUE_FULL)
-            self._end_chunk(running, idx, result, use_later=True)
+        result = ChunkResult(Outcome.FULL, Reason.QUEUE_FULL)
+        self._end_chunks(running, [(idx, result) for idx in refused], use_later=True)
 
     def _take_seats(self, running: _Running) -> None:
         for idx, chunk in enumerate(running.job.chunks):
@@ -320,8 +320,8 @@ class JobRunner:
                 default=math.inf,
             )
         for running, idx in given_up:
-            outcome = _GIVEN_UP[running.job.direction]
-            self._end_chunk(running, idx, ChunkResult(outcome, reason), use_later=True)
+            result = ChunkResult(_GIVEN_UP[running.job.direction], reason)
+            self._end_chunks(running, [(idx, result)], use_later=True)
 
     def _leave_hung(self, now_s: float | None) -> list[_Seat]:
         """Chunks that wait for what another job has under way: nobody has their buffers."""
@@ -352,13 +352,7 @@ class JobRunner:
             if isinstance(taken, tuple):
                 running, idxs = taken
                 results = self._run(running.job, idxs)
-                with self._changed:
-                    begun = self._under_way.get(thread_idx)
-                    if begun is not None:
-                        took_s = self._clock.monotonic() - begun[1]
-                        running.slowest_s = max(running.slowest_s, took_s)
-                for idx, result in zip(idxs, results, strict=True):
-                    self._serve(running, idx, result)
+                self._serve(thread_idx, running, list(zip(idxs, results, strict=True)))
                 self._run_aside(thread_idx, self._work.settle)
             else:
                 self._run_aside(thread_idx, taken)
@@ -366,30 +360,38 @@ class JobRunner:
                     self._unfinished -= 1
                     self._rested.notify_all()
 
-    def _serve(self, running: _Running, idx: int, result: ChunkResult) -> None:
-        """Give a chunk's result to its job, and to others that wait for the same read."""
-        chunk = running.job.chunks[idx]
-        others: list[_Seat] = []
-        if running.job.direction is Direction.READ:
-            with self._changed:
-                others = self._seats.pop(chunk.key)[1:]
-        elif running.job.direction is Direction.WRITE:
-            with self._changed:
-                joined = self._writing.pop(chunk.key)
-            for other, other_idx in joined:
-                done = result.outcome is Outcome.DONE
-                self._end_chunk(other, other_idx, ALREADY_THERE if done else result)
+    def _serve(self, thread_idx: int, running: _Running, ended: Sequence[_Ended]) -> None:
+        """Give results to their job, and to others that wait for the same chunks."""
+        job = running.job
+        keys = [job.chunks[idx].key for idx, _ in ended]
+        joined: Sequence[Sequence[_Seat]] = ()
+        with self._changed:
+            begun = self._under_way.get(thread_idx)
+            if begun is not None:
+                running.slowest_s = max(running.slowest_s, self._clock.monotonic() - begun[1])
+            if job.direction is Direction.READ:
+                joined = [self._seats.pop(key)[1:] for key in keys]
+            elif job.direction is Direction.WRITE:
+                joined = [self._writing.pop(key) for key in keys]
         # Others first: once it is reported, the buffer that they copy from is its owner's again.
-        for other, other_idx in others:
-            try:
-                copied = self._copy(chunk, other.job.chunks[other_idx], result)
-            except (ValueError, BufferError):  # a buffer that cannot be written to
-                self._count_internal_error("copy")
-                copied = ChunkResult(Outcome.FAILED, Reason.INTERNAL)
-            if copied == DONE:
-                self._metrics.add("joined_reads", (self._work.name,))
-            self._end_chunk(other, other_idx, copied)
-        self._end_chunk(running, idx, result)
+        for (idx, result), others in zip(ended, joined, strict=False):
+            for other, other_idx in others:
+                found = self._joined(job.chunks[idx], result, other.job, other_idx)
+                self._end_chunks(other, [(other_idx, found)])
+        self._end_chunks(running, ended)
+
+    def _joined(self, chunk: Chunk, result: ChunkResult, job: Job, idx: int) -> ChunkResult:
+        """The result of a job that waited for another job's chunk."""
+        if job.direction is Direction.WRITE:
+            return ALREADY_THERE if result.outcome is Outcome.DONE else result
+        try:
+            copied = self._copy(chunk, job.chunks[idx], result)
+        except (ValueError, BufferError):  # a buffer that cannot be written to
+            self._count_internal_error("copy")
+            return ChunkResult(Outcome.FAILED, Reason.INTERNAL)
+        if copied == DONE:
+            self._metrics.add("joined_reads", (self._work.name,))
+        return copied
 
     @staticmethod
     def _copy(source: Chunk, target: Chunk, result: ChunkResult) -> ChunkResult:
@@ -504,19 +506,21 @@ class JobRunner:
             if not other.waiting and other is not running and other in self._reads:
                 self._reads.remove(other)
 
-    def _end_chunk(
-        self, running: _Running, idx: int, result: ChunkResult, *, use_later: bool = False
+    def _end_chunks(
+        self, running: _Running, ended: Sequence[_Ended], *, use_later: bool = False
     ) -> None:
-        job, chunk = running.job, running.job.chunks[idx]
-        count_result(self._metrics, self._work.name, job.direction, chunk, result)
+        job = running.job
+        found = [(job.chunks[idx], result) for idx, result in ended]
+        count_results(self._metrics, self._work.name, job.direction, found)
         with self._changed:
-            running.results[idx] = result
-            running.moved_bytes += len(chunk.buffer) if result == DONE else 0
-            if job.direction is Direction.WRITE and result.reason is not Reason.QUEUE_FULL:
-                self._inflight_writes_bytes -= len(chunk.buffer)
-            running.remaining -= 1
-            ended = running.remaining == 0
-        if ended:
+            for (idx, _), (chunk, result) in zip(ended, found, strict=True):
+                running.results[idx] = result
+                running.moved_bytes += len(chunk.buffer) if result == DONE else 0
+                if job.direction is Direction.WRITE and result.reason is not Reason.QUEUE_FULL:
+                    self._inflight_writes_bytes -= len(chunk.buffer)
+            running.remaining -= len(ended)
+            over = bool(ended) and not running.remaining
+        if over:
             self._end_job(running, use_later=use_later)
 
     def _end_job(self, running: _Running, *, use_later: bool) -> None:

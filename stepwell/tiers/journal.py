@@ -54,6 +54,11 @@ class Journal:
         return self._fd < 0
 
     @property
+    def noted(self) -> bool:
+        """Whether there is something to `flush`."""
+        return bool(self._noted)
+
+    @property
     def size_bytes(self) -> int:
         """Of the file."""
         return self._size_bytes

@@ -516,6 +516,11 @@ class Ledger:
             places = [self._table.place(row) for row in rows]
             self.journal.note(frames.encode_free(places), len(places))
 
+    @property
+    def loose_ends(self) -> bool:
+        """Whether there may be something for `take_stale` or `take_unused`."""
+        return bool(self._stale or self._out_of_use)
+
     def take_stale(self) -> list[int]:
         """Free slots that still hold a record which left, to be wiped and given back.
 

@@ -1,26 +1,34 @@
 """Small things that every tier says the same way: results, and how they are counted."""
 
 import errno
+from collections import Counter
+from collections.abc import Sequence
 
 from stepwell.core.types import Chunk, ChunkResult, Direction, Outcome, Reason
 from stepwell.metrics import Metrics
 
-__all__ = ["ALREADY_THERE", "DONE", "NO_ROOM", "count_result", "write_refusal"]
+__all__ = ["ALREADY_THERE", "DONE", "NO_ROOM", "count_results", "write_refusal"]
 
 DONE = ChunkResult(Outcome.DONE)
 ALREADY_THERE = ChunkResult(Outcome.DONE, Reason.EXISTS)
 NO_ROOM = ChunkResult(Outcome.FULL, Reason.CAPACITY)
 
 
-def count_result(
-    metrics: Metrics, tier: str, direction: Direction, chunk: Chunk, result: ChunkResult
+def count_results(
+    metrics: Metrics,
+    tier: str,
+    direction: Direction,
+    found: Sequence[tuple[Chunk, ChunkResult]],
 ) -> None:
-    """Count one chunk's result; a TOUCH moves nothing and is not counted."""
+    """Count chunks' results; a TOUCH moves nothing and is not counted."""
     if direction is Direction.TOUCH:
         return
-    metrics.add(f"{direction}_chunks", (tier, result.outcome, result.reason))
-    if result == DONE:
-        metrics.add(f"{direction}_bytes", (tier,), len(chunk.buffer))
+    chunks = Counter((result.outcome, result.reason) for _, result in found)
+    for (outcome, reason), count in chunks.items():
+        metrics.add(f"{direction}_chunks", (tier, outcome, reason), count)
+    num_bytes = sum(len(chunk.buffer) for chunk, result in found if result == DONE)
+    if num_bytes:
+        metrics.add(f"{direction}_bytes", (tier,), num_bytes)
 
 
 def write_refusal(error: OSError) -> ChunkResult:

@@ -18,7 +18,7 @@ from stepwell.core.types import (
 )
 from stepwell.errors import ClosedError
 from stepwell.tiers.base import Tier, TierContext
-from stepwell.tiers.outcomes import count_result
+from stepwell.tiers.outcomes import count_results
 
 __all__ = ["StripedTier", "best_answers"]
 
@@ -171,11 +171,9 @@ class StripedTier:
             self._spread(left, parts, whole)
         for part in parts:
             part.sort()  # in prefix order, whether a chunk is new or was there
-        for idx in left:
-            if idx not in whole.placed:  # no drive will count it
-                count_result(
-                    self._metrics, self.name, job.direction, job.chunks[idx], whole.results[idx]
-                )
+        # What no drive will count.
+        nowhere = [(job.chunks[idx], whole.results[idx]) for idx in left if idx not in whole.placed]
+        count_results(self._metrics, self.name, job.direction, nowhere)
         return parts
 
     def _spread(self, idxs: Sequence[int], parts: list[list[int]], whole: _Whole) -> None:

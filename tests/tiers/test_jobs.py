@@ -780,6 +780,20 @@ def used_by(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Ke
     return told
 
 
+def hang_after_a_batch(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> tuple[threading.Event, threading.Event]:
+    """Let what follows a batch hang; set when it does, and to be set that it goes on."""
+    reached, goes_on = threading.Event(), threading.Event()
+
+    def settle() -> None:
+        reached.set()
+        goes_on.wait(60)
+
+    monkeypatch.setattr(bench, "settle", settle)
+    return reached, goes_on
+
+
 @pytest.mark.parametrize("direction", [READ, WRITE])
 def test_what_poll_gives_up_is_not_used_on_the_owners_thread(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, direction: Direction
@@ -788,17 +802,16 @@ def test_what_poll_gives_up_is_not_used_on_the_owners_thread(
     had been used, on the engine's thread."""
     bench = make(1)
     told = used_by(bench, monkeypatch)
-    hangs = threading.Event()
-    monkeypatch.setattr(bench, "settle", lambda: hangs.wait(60))
+    reached, goes_on = hang_after_a_batch(bench, monkeypatch)
     names = names_of(0, MANY + 3)
     bench.submit(0, names, direction, deadline_s=5.0)
-    wait_until(lambda: bench.counted(outcome="done") == MANY)
+    assert reached.wait(60)
     bench.manual.advance(6.0)
     late = ChunkResult(Outcome.MISS if direction is READ else Outcome.FULL, Reason.DEADLINE)
     assert bench.poll()[0].results == (DONE,) * MANY + (late,) * 3
     assert told == [], "nobody but the owner is left to tell it"
     assert bench.runner.unfinished == 1, "and so it is still to be done"
-    hangs.set()
+    goes_on.set()
     bench.wait()
     assert told == [(keys_of(0, MANY), "stepwell-bench-0")]
 
@@ -808,11 +821,10 @@ def test_what_poll_gave_up_at_the_end_is_used_all_the_same(
 ) -> None:
     bench = make(1)
     told = used_by(bench, monkeypatch)
-    hangs = threading.Event()
-    monkeypatch.setattr(bench, "settle", lambda: hangs.wait(60))
+    reached, goes_on = hang_after_a_batch(bench, monkeypatch)
     bench.submit(0, names_of(0, MANY + 1))
-    wait_until(lambda: bench.counted(outcome="done") == MANY)
-    threading.Timer(0.05, hangs.set).start()
+    assert reached.wait(60)
+    threading.Timer(0.05, goes_on.set).start()
     assert bench.runner.close()
     assert len(bench.poll()[0].results) == MANY + 1
     assert [keys[:MANY] for keys, _ in told] == [keys_of(0, MANY)]
