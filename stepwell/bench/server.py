@@ -1,7 +1,7 @@
 """A vLLM server of our own: started on the loopback, watched, and always stopped.
 
 The server gets its own process group; whatever happens, the whole group is stopped, and the
-shared-memory files that vLLM leaves behind when it is stopped are removed.
+shared-memory files and sockets that vLLM leaves behind when it is stopped are removed.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -82,6 +83,7 @@ class Server:
         self.base_url = f"http://{HOST}:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
         self._shm_files: set[Path] = set()
+        self._sockets: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -113,13 +115,15 @@ class Server:
         """
         config = self.config
         config.log_path.parent.mkdir(parents=True, exist_ok=True)
+        # Not beside the log: the path of a socket has about a hundred characters at most.
+        self._sockets = tempfile.TemporaryDirectory(prefix="stepwell-", ignore_cleanup_errors=True)
         with config.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 _command(config, self.port),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(config),
+                env=_environment(config, self._sockets.name),
                 cwd=config.log_path.parent,  # never a folder whose modules shadow others
                 start_new_session=True,
             )
@@ -143,6 +147,9 @@ class Server:
         self._process = None
         procs.remove_stale(self._shm_files)
         self._shm_files = set()
+        if self._sockets is not None:
+            self._sockets.cleanup()
+            self._sockets = None
 
     def kill(self) -> None:
         """Ends the whole group by SIGKILL, as a crash would, and cleans up."""
@@ -249,7 +256,7 @@ def _command(config: ServerConfig, port: int) -> list[str]:
     return command
 
 
-def _environment(config: ServerConfig) -> dict[str, str]:
+def _environment(config: ServerConfig, sockets: str) -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": _python_path(),
@@ -258,6 +265,7 @@ def _environment(config: ServerConfig) -> dict[str, str]:
         # threads are slow on a machine shared with others.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(config.threads),
+        "VLLM_RPC_BASE_PATH": sockets,
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache; the server is on the loopback
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",

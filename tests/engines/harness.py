@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ class EngineProcess:
     def __init__(self, log: Path, env: dict[str, str] | None = None) -> None:
         self._began_s = time.time()
         ours, theirs = socket.socketpair()
+        self._sockets = tempfile.TemporaryDirectory(prefix="stepwell-", ignore_cleanup_errors=True)
         self._log = open(log, "ab")  # noqa: SIM115 - closed in `close`
         self._log_path = log
         self.process = subprocess.Popen(
@@ -51,6 +53,7 @@ class EngineProcess:
                 "OMP_NUM_THREADS": "1",
                 "HF_HUB_OFFLINE": "1",
                 "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_RPC_BASE_PATH": self._sockets.name,
                 **(env or {}),
             },
         )
@@ -115,6 +118,7 @@ class EngineProcess:
             self.process.wait(20)
         self.kill()
         self._log.close()
+        self._sockets.cleanup()
         # vLLM's host memory keeps its name in /dev/shm if an engine ends while it starts.
         for left in find_abandoned(SHM_DIR):
             if left.changed_s >= self._began_s:
