@@ -29,10 +29,17 @@ logger = logging.getLogger(__name__)
 
 _ABSENT = ChunkResult(Outcome.MISS, Reason.ABSENT)
 _NOT_ADMITTED = ChunkResult(Outcome.FULL, Reason.NOT_ADMITTED)
+_CLOSED = {
+    Direction.READ: ChunkResult(Outcome.MISS, Reason.CLOSED),
+    Direction.WRITE: ChunkResult(Outcome.FULL, Reason.CLOSED),
+    Direction.TOUCH: ChunkResult(Outcome.MISS, Reason.CLOSED),
+}
 
 # What demotions may hold in memory on their way down; one chunk is always allowed.
 _STAGING_BYTES = 64 << 20
 _DEMOTION_DEADLINE_S = 30.0
+_MOST_DEADLINE_S = 1e9
+_MOST = 1 << 40  # what a record's header holds, by far
 # What began before a job's deadline may end well after it; what takes longer hangs.
 _GRACE_S = 1.0
 
@@ -147,7 +154,7 @@ class Pipeline:
         """Make chunks recent, the first of the prefix the most; returns an id for `poll`."""
         chunks = [Chunk(key, memoryview(b"")) for key in prefix]
         request = self._new(Direction.TOUCH, chunks, deadline_s)
-        self._manager.on_touched(prefix)
+        self._manager.on_touched([chunk.key for chunk in chunks])
         for tier_idx in range(len(self.tiers)):
             self._submit(tier_idx, request, Direction.TOUCH, range(len(chunks)))
         return self._begun(request)
@@ -268,21 +275,29 @@ class Pipeline:
             self.tiers[tier_idx].submit(Job(job_id, direction, chunks, left_s, copying))
         except ClosedError:
             # A tier closed between a read's first and second try: what is left is a miss.
-            self._not_begun(tier_idx, job_id, direction)
+            self._not_begun(tier_idx, job_id, direction, _CLOSED[direction])
         except Exception:  # counted as internal_errors
             # Raised on, the caller would take its buffers back while other tiers still fill them.
             logger.exception("a tier refused a job: tier=%s", self.tiers[tier_idx].name)
             self._context.metrics.add("internal_errors", ("tier_submit",))
-            self._not_begun(tier_idx, job_id, direction)
+            failed = ChunkResult(Outcome.FAILED, Reason.INTERNAL)
+            self._not_begun(tier_idx, job_id, direction, failed)
 
-    def _not_begun(self, tier_idx: int, job_id: int, direction: Direction) -> None:
+    def _not_begun(
+        self, tier_idx: int, job_id: int, direction: Direction, result: ChunkResult
+    ) -> None:
         tier_job = self._tier_jobs[tier_idx].pop(job_id)
-        tier_job.request.waiting -= 1
+        request = tier_job.request
+        request.waiting -= 1
         self._unqueue(tier_idx, tier_job, direction)
-        copies = tier_job.promotion or tier_job.request.demotion is not None
+        if not tier_job.promotion:
+            for idx in tier_job.chunk_idxs:
+                if request.results[idx].outcome is not Outcome.DONE:  # by another tier
+                    request.results[idx] = result
+        copies = tier_job.promotion or request.demotion is not None
         if direction is Direction.WRITE and tier_idx == 0 and not copies:
             for idx in tier_job.chunk_idxs:
-                self._manager.on_not_written(tier_job.request.chunks[idx].key)
+                self._manager.on_not_written(request.chunks[idx].key)
 
     def _unqueue(self, tier_idx: int, tier_job: _TierJob, direction: Direction) -> None:
         if direction is Direction.READ:
@@ -466,9 +481,19 @@ def _check(direction: Direction, chunks: Sequence[Chunk], deadline_s: object) ->
     """Raise for what is the caller's mistake, before it looks like a drive's."""
     if not chunks:
         raise ValueError("a job has at least one chunk")
-    if not isinstance(deadline_s, int | float) or not deadline_s > 0:
-        raise ValueError(f"a deadline is above zero: deadline_s={deadline_s}")
+    if not isinstance(deadline_s, int | float) or not 0 < deadline_s <= _MOST_DEADLINE_S:
+        raise ValueError(
+            f"a deadline is above zero and at most {_MOST_DEADLINE_S:g}: "
+            f"deadline_s={deadline_s!s:.40}"
+        )
     for chunk in chunks:
+        if not isinstance(chunk.key, bytes):
+            raise TypeError(f"a key is bytes: key={type(chunk.key).__name__}")
+        if not 0 <= chunk.end_token <= _MOST or not 0 <= chunk.expires_at_s <= _MOST:
+            raise ValueError(
+                f"a position and a time are 0 and more: end_token={chunk.end_token} "
+                f"expires_at_s={chunk.expires_at_s}"
+            )
         if not ROOT_BYTES < len(chunk.key) <= ROOT_BYTES + ENGINE_KEY_MAX_BYTES:
             raise ValueError(
                 f"a key has {ROOT_BYTES + 1} to {ROOT_BYTES + ENGINE_KEY_MAX_BYTES} bytes; see "

@@ -476,7 +476,8 @@ def test_a_tier_that_refuses_a_job_does_not_lose_the_others() -> None:
     harness.lower.submit = refuse  # type: ignore[method-assign]
     chunks = [Chunk(key, buffer_of(SIZE)) for key in KEYS[:4]]
     result = wait(harness.store, harness.store.read(chunks))
-    assert result.results == (DONE, DONE, ABSENT, ABSENT)
+    failed = ChunkResult(Outcome.FAILED, Reason.INTERNAL)
+    assert result.results == (DONE, DONE, failed, failed), "and not that they are absent"
     assert wait(harness.store, harness.store.write(chunks_of(KEYS[4:6]))).done
     assert harness.context.metrics.value("internal_errors") == 2
 

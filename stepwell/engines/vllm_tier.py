@@ -140,6 +140,7 @@ class _JobInfo:
     keys: list[OffloadKey]
     request: _Books
     is_load: bool
+    late: bool  # it came when its request had ended
 
 
 def _guarded(where: str, otherwise: T) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -445,7 +446,11 @@ class StepwellTier(SecondaryTierManager):
             self._ready.append(VllmJobResult(job.job_id, success=False))
         else:
             self._jobs[store_job_id] = _JobInfo(
-                job.job_id, list(job.keys), state, direction is Direction.READ
+                job.job_id,
+                list(job.keys),
+                state,
+                is_load=direction is Direction.READ,
+                late=job.req_context.req_id not in self._requests,
             )
 
     def _begin(self, job: TransferJob, direction: Direction, state: _Books) -> int:
@@ -480,6 +485,8 @@ class StepwellTier(SecondaryTierManager):
             ]
             if result.direction is Direction.READ:
                 self._note_read(info, result)
+            if info.late:
+                info.request.give_back_leases()
             self._ready.append(
                 VllmJobResult(
                     info.job_id,

@@ -375,6 +375,23 @@ class TierContract:
         )
         assert driver.write(keys) == (DONE, EXISTS)
 
+    def test_a_chunk_written_again_after_it_was_deleted_stays(self) -> None:
+        """The second write waited for the first, which ended well and came to nothing."""
+        driver = self.open(64)
+        keys = keys_of(2)
+        with self.stalled():
+            data = {key: payload_of(key, SIZE) for key in keys}
+            first = driver.submit(Direction.WRITE, driver.write_chunks(data))
+            driver.wait_until(
+                lambda: driver.tier.contains([keys[0]]) == [Lookup.PENDING], "the write's begin"
+            )
+            driver.tier.delete([keys[0]])
+            second = driver.submit(Direction.WRITE, driver.write_chunks(data))
+        driver.wait(first)
+        assert driver.wait(second).done
+        assert driver.present(keys) == [True, True]
+        assert driver.read(keys)[0].done
+
     def test_close_reports_everything_that_was_submitted(self) -> None:
         """What has begun ends, what has not is given up as CLOSED; nothing is lost or doubled."""
         given_up = ChunkResult(Outcome.FULL, Reason.CLOSED)

@@ -13,6 +13,8 @@ from stepwell.metrics import Metrics
 
 __all__ = ["Tier", "TierContext"]
 
+_LAST_S = float(0xFFFFFFFF)
+
 
 @dataclass(frozen=True)
 class TierContext:
@@ -25,6 +27,10 @@ class TierContext:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "leases", LeaseTable(self.clock.monotonic))
+
+    def wall_s(self) -> float:
+        """Seconds since 1970, as far as records and journals can hold them: 0 to the year 2106."""
+        return min(max(self.clock.wall(), 0.0), _LAST_S)
 
 
 class Tier(Protocol):

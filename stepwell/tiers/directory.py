@@ -42,6 +42,7 @@ from stepwell.tiers.files import (
     read_small_text,
     write_whole,
 )
+from stepwell.tiers.slots import LAST_EXTENT_ID
 
 __all__ = ["EXTENT_SUFFIX", "FORMAT", "Fault", "FoundExtent", "StoreDirectory"]
 
@@ -51,7 +52,6 @@ _MARKER = "stepwell.json"
 _LOCK = "LOCK"
 _MARKER_TEXT = json.dumps({"format": FORMAT}) + "\n"
 _HARMLESS = frozenset({"lost+found"})
-_LAST_EXTENT_ID = (1 << 31) - 1
 _EXTENT_NAME = re.compile(r"([0-9]{8,10})-([1-9][0-9]{3,14})\.kv")
 
 
@@ -229,7 +229,7 @@ class StoreDirectory:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             text = os.read(fd, 4096).decode("utf-8", "replace").partition("\n")[0]
-            return int(text) if text.isdigit() else 0
+            return int(text) if text.isascii() and text.isdecimal() else 0
         finally:
             os.close(fd)
         return None
@@ -271,7 +271,7 @@ class StoreDirectory:
         found = []
         for entry in self._extent_entries():
             match = _EXTENT_NAME.fullmatch(entry.name)
-            if match is None or int(match[2]) % PAGE_BYTES or int(match[1]) > _LAST_EXTENT_ID:
+            if match is None or int(match[2]) % PAGE_BYTES or int(match[1]) > LAST_EXTENT_ID:
                 continue
             if entry.is_regular:
                 found.append(
@@ -291,7 +291,7 @@ class StoreDirectory:
         """
         matches = (_EXTENT_NAME.fullmatch(entry.name) for entry in self._extent_entries())
         ids = (int(match[1]) for match in matches if match is not None)
-        return max((each for each in ids if each < _LAST_EXTENT_ID), default=-1)
+        return max((each for each in ids if each <= LAST_EXTENT_ID), default=-1)
 
     def _extent_entries(self) -> list[Entry]:
         try:
@@ -382,7 +382,10 @@ class StoreDirectory:
         if fault is None or self._has_extents():
             return fault
         if not os.path.lexists(self.marker):
-            raise ConfigError(f"there is no Stepwell store here: path={self.path}")
+            raise ConfigError(
+                f"there is no Stepwell store here, which an engine makes when it starts, with a "
+                f"{_MARKER} in it: path={self.path}"
+            )
         raise ConfigError(
             f"{_MARKER} {fault.detail}, and there are no extents here, so that nothing is lost: "
             f"give another path, or remove this directory: path={self.path}"
@@ -401,7 +404,8 @@ class StoreDirectory:
             )
         if found > FORMAT:
             raise ConfigError(
-                f"the store was written by another version: path={self.path} "
+                f"the store was written by a later version of Stepwell; upgrade, or give another "
+                f"path: path={self.path} "
                 f"format={found} known_format={FORMAT}"
             )
 

@@ -25,7 +25,7 @@ from stepwell.tiers.blockio import MAX_RUN
 from stepwell.tiers.drive import FAILED, Drive
 from stepwell.tiers.jobs import JobRunner
 from stepwell.tiers.ledger import Evicted
-from stepwell.tiers.outcomes import ALREADY_THERE, DONE, write_refusal
+from stepwell.tiers.outcomes import ALREADY_THERE, DONE, read_failure, write_refusal
 from stepwell.tiers.slots import BOOKKEEPING_BYTES
 from stepwell.tiers.threaded import ThreadedTier
 
@@ -118,7 +118,7 @@ class DiskTier(ThreadedTier):
 
     def contains(self, keys: Sequence[Key]) -> list[Lookup]:
         """See `stepwell.tiers.base.Tier.contains`."""
-        return self._ledger.contains(keys, self._context.clock.wall())
+        return self._ledger.contains(keys, self._context.wall_s())
 
     def delete(self, keys: Sequence[Key]) -> int:
         """See `stepwell.tiers.base.Tier.delete`."""
@@ -183,14 +183,14 @@ class DiskTier(ThreadedTier):
 
     def use(self, prefix: Sequence[Key]) -> Sequence[bool]:
         """See `stepwell.tiers.jobs.Work.use`."""
-        return self._ledger.touch(prefix, self._context.clock.wall())
+        return self._ledger.touch(prefix, self._context.wall_s())
 
     def settle(self) -> None:
         """See `stepwell.tiers.jobs.Work.settle`."""
         self._drive.settle()
 
     def _read(self, chunks: Sequence[Chunk]) -> list[ChunkResult]:
-        now_s = self._context.clock.wall()
+        now_s = self._context.wall_s()
         found = self._ledger.begin_reads([chunk.key for chunk in chunks], now_s)
         results = [
             ChunkResult(Outcome.MISS, each) if isinstance(each, Reason) else DONE for each in found
@@ -245,7 +245,7 @@ class DiskTier(ThreadedTier):
             if len(run) > 1:
                 return self._read_singly(run, chunks, now_s)
             logger.warning("a read failed: path=%s error=%s", self._drive.path, error)
-            return [(idx, FAILED) for _, _, idx in run]
+            return [(idx, read_failure(error)) for _, _, idx in run]
         return [
             (idx, _verdict(page, chunk, int(now_s * 1e6)))
             for (_, _, idx), page, chunk in zip(run, pages, wanted, strict=True)
@@ -275,7 +275,7 @@ class DiskTier(ThreadedTier):
             return Reason.NONE
         if result.outcome is Outcome.MISS:
             return result.reason
-        if result is _NOT_TRIED:
+        if result is _NOT_TRIED or result != FAILED:
             return Reason.NONE
         if len(self._failed_at) >= _MAX_FAILED_PLACES:
             self._failed_at.clear()
@@ -285,8 +285,14 @@ class DiskTier(ThreadedTier):
             return Reason.IO_ERROR
         return Reason.NONE
 
+    def _forget_failures(self, run: Sequence[_Entry]) -> None:
+        """What could not be read there is written over."""
+        if self._failed_at:
+            for place, _, _ in run:
+                self._failed_at.pop(place, None)
+
     def _write(self, chunks: Sequence[Chunk]) -> list[ChunkResult]:
-        now_s = self._context.clock.wall()
+        now_s = self._context.wall_s()
         results: list[ChunkResult] = [ALREADY_THERE] * len(chunks)
         absent = self._ledger.missing([chunk.key for chunk in chunks], now_s)
         by_size: dict[int, list[int]] = {}
@@ -331,10 +337,11 @@ class DiskTier(ThreadedTier):
                 rows = [row for _, row, _ in run]
                 result = self._write_run(run, slot_bytes, chunks, now_s)
                 if result == DONE:
+                    self._forget_failures(run)
                     expires_at_s = [self._expires_at_s(chunks[idx], now_s) for _, _, idx in run]
                     self._drive.discard(self._ledger.commit(rows, now_s, expires_at_s))
                 else:
-                    self._ledger.abort(rows, bad=result.outcome is Outcome.FAILED)
+                    self._ledger.abort(rows, bad=result == FAILED)
                 ended.update(rows)
                 results += [(idx, result) for _, _, idx in run]
         finally:

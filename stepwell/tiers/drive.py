@@ -23,7 +23,7 @@ from stepwell.tiers.base import TierContext
 from stepwell.tiers.blockio import probe_direct
 from stepwell.tiers.directory import StoreDirectory
 from stepwell.tiers.extents import ExtentFiles, out_of_space
-from stepwell.tiers.files import read_regular, remove_tree
+from stepwell.tiers.files import read_regular
 from stepwell.tiers.frames import (
     SNAPSHOT_BASE_BYTES,
     SNAPSHOT_SLOT_BYTES,
@@ -49,14 +49,15 @@ _GROW_AGAIN_S = 1.0
 _NO_LIMIT_BYTES = 1 << 62
 # How often it is looked whether somebody has removed extents.
 _LOOK_EVERY_S = 1.0
-_WEAR_EVERY_BYTES = 16 << 20
+# An engine may be stopped without a word: so much of what it wrote is then not known of.
+_WEAR_EVERY_BYTES = 64 << 10
 
 
 class Drive:
     """A directory that this process owns, and the extents in it.
 
-    Threading: any thread. I/O is done under no lock but the one that keeps several threads from
-    making room at once, and nobody who only asks takes that.
+    Threading: any thread. I/O is done under no lock but two, and nobody who only asks takes them:
+    the one that keeps several threads from making room at once, and the journal's own.
 
     Args:
         path: absolute; created if missing; owned by one process at a time.
@@ -149,7 +150,7 @@ class Drive:
     def wear(self) -> EnduranceState:
         """Bytes written to the drive since the store was made, and what is left of the budget."""
         with self._wear_lock:
-            now_s = self._context.clock.wall()
+            now_s = self._context.wall_s()
             written_bytes = self.files.written_bytes + self.ledger.journal.written_bytes
             self._governor.on_written(written_bytes - self._wear_seen_bytes, now_s)
             self._wear_seen_bytes = written_bytes
@@ -162,16 +163,12 @@ class Drive:
             return 0.0
         self.wear  # noqa: B018 - looks at what was written since
         with self._wear_lock:
-            return self._governor.pressure(self._context.clock.wall())
+            return self._governor.pressure(self._context.wall_s())
 
     def note_metrics(self, target: str) -> None:
         """Say in the directory where this process exports its counters, for `stepwell inspect`."""
         self._metrics_target = target
         self._directory.note_metrics(target)
-
-    def owned(self) -> bool:
-        """Whether the directory is still this process's."""
-        return self._directory.owned()
 
     # Starting.
 
@@ -186,23 +183,30 @@ class Drive:
         image = self._read_journal()
         known = image is not None
         if image is None:
-            now_s = self._context.clock.wall()
+            now_s = self._context.wall_s()
             image = Ledger.image_of(self.files.headers(extents), now_s)
         self._governor = EnduranceGovernor(
             self.files.drive_bytes(),
             self._drive_writes_per_day,
-            self._context.clock.wall(),
+            self._context.wall_s(),
             state=image.wear,
         )
         complete = self.ledger.load(image, self._directory.last_extent_id())
         for root in self._directory.identities().keys() - self.ledger.roots():
             self._directory.forget(root)
-        if os.path.isdir(self._directory.journal):
-            with contextlib.suppress(OSError):
-                remove_tree(self._directory.journal)
         if not (known and complete and self.ledger.journal.resume(image)):
             self._renew_journal()
+        num_chunks = len(self.ledger)
         self._reduce(self.ledger.capacity_bytes, Evicted.CAPACITY)  # it may have been lowered
+        if len(self.ledger) < num_chunks:
+            logger.warning(
+                "the capacity is lower than before, chunks were evicted: path=%s capacity=%s "
+                "chunks=%d left=%d",
+                self.path,
+                format_bytes(self.ledger.capacity_bytes),
+                num_chunks,
+                len(self.ledger),
+            )
         self.flush_journal()
         del image
         _return_memory()
@@ -234,7 +238,7 @@ class Drive:
         except OSError as error:
             logger.warning("a write failed: path=%s error=%s", self.path, error)
             return FAILED
-        self._mind_extents()
+        self._mind_files()
         self._mind_free_space()
         for root in roots:
             self._describe(root)
@@ -248,7 +252,8 @@ class Drive:
         if not (self.ledger.loose_ends or journal.noted or wear_due or renewal_due):
             return  # as after most reads
         if not self._directory.owned():
-            return  # it may be somebody else's by now
+            journal.abandon()  # it may be somebody else's by now
+            return
         stale = self.ledger.take_stale()
         for place in stale:
             with contextlib.suppress(OSError):  # then it is only the journal that knows
@@ -292,17 +297,24 @@ class Drive:
     def _mind_ownership(self) -> None:
         """Begin anew where somebody removed the store while it was in use.
 
-        Where only LOCK was removed nobody else has owned the store since, and it is kept.
+        Where only LOCK was removed nobody else has owned the store since, and it is kept. What
+        others have put in its place is left to them, and to the next start.
 
         Raises:
-            OSError: another process owns it by now, or it cannot be made.
+            OSError: another process owns it by now, or left extents there; or it cannot be made.
         """
         if self._directory.owned():
             return
         with self._room_lock:
             if self._directory.owned():
                 return
-            only_lock = not self._directory.has_lock() and not self.files.lost()
+            found = {each.extent_id for each in self._directory.find_extents()}
+            ours = self.files.extent_ids - self.files.lost()
+            if found - ours:
+                raise OSError(
+                    errno.EBUSY, "another store was put in its place; start again to use it"
+                )
+            only_lock = not self._directory.has_lock() and ours == self.files.extent_ids
             try:
                 self._directory.close()
                 self._directory.open()
@@ -310,34 +322,36 @@ class Drive:
             except ConfigError as error:
                 raise OSError(errno.EBUSY, str(error)) from error
             self._described.clear()
-            found = self._directory.find_extents()
-            if only_lock and {each.extent_id for each in found} == self.files.extent_ids:
+            # Frames were dropped, and what lies there may be of an owner in between: should the
+            # new one fail, then rather none.
+            self.ledger.journal.abandon()
+            self.ledger.journal.give_up()
+            self._renew_again_s = 0.0
+            if only_lock:
                 logger.warning("LOCK was removed and made again: path=%s", self._directory.path)
             else:
                 logger.warning(
                     "the store was removed, beginning anew: path=%s", self._directory.path
                 )
-                # Only now: another owner's files have the same names.
                 self.ledger.forget()
                 self._drop_unused()
-                for each in self._directory.find_extents():  # of an owner in between
-                    os.unlink(each.path)
             self._renew_journal()
 
-    def _mind_extents(self) -> None:
-        """Forget what lies in extents that somebody removed: nobody would find it again."""
+    def _mind_files(self) -> None:
+        """Notice what somebody removed or replaced, which the next start would not find."""
         now_s = self._context.clock.monotonic()
         if now_s < self._looked_s + _LOOK_EVERY_S:
             return
         self._looked_s = now_s
-        lost = self.files.lost()
+        if not self.ledger.journal.in_place():
+            self._renew_journal()
+        lost = self.ledger.forget(self.files.reopen(self.files.lost()))
         if lost:
             logger.warning(
                 "extents were removed, what lay in them is lost: path=%s extents=%d",
                 self._directory.path,
                 len(lost),
             )
-            self.ledger.forget(lost)
             self._drop_unused()
 
     def _drop_unused(self) -> None:
@@ -445,21 +459,35 @@ class Drive:
     # The journal.
 
     def flush_journal(self) -> None:
-        """What was noted is on the drive afterwards, in as many bytes as are set aside for it."""
+        """What was noted is in the journal afterwards, in as many bytes as are set aside for it;
+        where that cannot be there is no journal, so that the next start looks at the headers.
+        """
+        journal = self.ledger.journal
+        if journal.noted and not self._directory.owned():
+            journal.abandon()  # it may be somebody else's by now
+            return
         num_slots = self.ledger.num_slots
         # There has to be room for the next one beside it while that is made.
         most_bytes = num_slots * (BOOKKEEPING_BYTES - SNAPSHOT_SLOT_BYTES) - SNAPSHOT_BASE_BYTES
-        if not self.ledger.journal.flush(most_bytes if num_slots else _NO_LIMIT_BYTES):
-            self._renew_journal()
+        within = journal.flush(most_bytes if num_slots else _NO_LIMIT_BYTES)
+        if not within and not self._renew_journal():
+            journal.give_up()
 
-    def _renew_journal(self) -> None:
+    def _renew_journal(self) -> bool:
         """A new snapshot; after one that could not be written, not at once again."""
         now_s = self._context.clock.monotonic()
-        if now_s < self._renew_again_s:
-            return
+        if now_s < self._renew_again_s or not self._directory.owned():
+            return False
+        with contextlib.suppress(OSError):
+            self._directory.make_folders()  # somebody may have removed the one it is made in
+        if os.path.isdir(self._directory.journal):
+            with contextlib.suppress(OSError):  # a file cannot take its place
+                self._directory.set_aside(self._directory.journal)
         ledger, wear = self.ledger, self.wear
-        if not ledger.journal.renew(ledger.lock, lambda: ledger.snapshot(wear)):
+        renewed = ledger.journal.renew(ledger.lock, lambda: ledger.snapshot(wear))
+        if not renewed:
             self._renew_again_s = now_s + _GROW_AGAIN_S
+        return renewed
 
 
 def _return_memory() -> None:

@@ -3,14 +3,16 @@
 import contextlib
 import errno
 import os
+import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from stepwell.core.record import HEADER_BYTES, Header
 from stepwell.errors import DataError
 from stepwell.tiers import blockio
 from stepwell.tiers.directory import FoundExtent, StoreDirectory
+from stepwell.tiers.files import open_in_folder, opened_folder
 from stepwell.tiers.slots import Extent, place_of, slot_of
 
 __all__ = ["ExtentFiles"]
@@ -24,6 +26,9 @@ _ZEROS = bytes(HEADER_BYTES)
 class ExtentFiles:
     """Open files of extents.
 
+    A file is removed or replaced by name only if it is the one that is open: what lies under a
+    name may have become somebody else's, and the directory a link.
+
     Args:
         directory: opened.
         direct: open with O_DIRECT.
@@ -35,6 +40,7 @@ class ExtentFiles:
         self._directory = directory
         self._flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
         self._fds: dict[int, int] = {}
+        self._names: dict[int, str] = {}
         self._wear_lock = threading.Lock()
         self.written_bytes = 0
         """To the drive, for its wear."""
@@ -42,20 +48,19 @@ class ExtentFiles:
     def adopt(self, found: FoundExtent) -> int:
         """Open an extent that lies there; returns its whole slots.
 
-        What lies behind the last whole slot is cut off, and a file without any is removed, since
-        nobody would count it.
+        What lies behind the last whole slot is cut off. A file without any is moved to the strays,
+        since nobody would count it.
 
         Raises:
             OSError: from the system.
         """
-        if found.extent_id in self._fds:
-            return 0  # two files of one number: not our doing, so not ours to judge
         num_slots = found.size_bytes // found.slot_bytes
         if not num_slots:
-            os.unlink(found.path)
+            self._directory.set_aside(found.path)
             return 0
-        fd = os.open(found.path, self._flags)
+        fd = open_in_folder(found.path, self._flags)
         self._fds[found.extent_id] = fd
+        self._names[found.extent_id] = os.path.basename(found.path)
         if found.size_bytes % found.slot_bytes:
             os.ftruncate(fd, num_slots * found.slot_bytes)
         return num_slots
@@ -67,40 +72,64 @@ class ExtentFiles:
             OSError: from the system; nothing is left.
         """
         self._directory.make_folders()
-        partial = self._directory.partial_path()
-        path = self._directory.extent_path(extent.extent_id, extent.slot_bytes)
-        try:
-            # Where the file system cannot preallocate, the C library writes a byte to every
-            # block, which O_DIRECT would not take.
-            flags = (self._flags & ~os.O_DIRECT) | os.O_CREAT | os.O_EXCL
-            fd = os.open(partial, flags, 0o644)
+        name = os.path.basename(self._directory.extent_path(extent.extent_id, extent.slot_bytes))
+        partial = secrets.token_hex(16)
+        with (
+            opened_folder(self._directory.partial) as begun,
+            opened_folder(self._directory.extents) as extents,
+        ):
             try:
-                os.posix_fallocate(fd, 0, extent.num_slots * extent.slot_bytes)
-            finally:
-                os.close(fd)
-            fd = os.open(partial, self._flags)
-            try:
-                os.rename(partial, path)
+                # Where the file system cannot preallocate, the C library writes a byte to every
+                # block, which O_DIRECT would not take.
+                flags = (self._flags & ~os.O_DIRECT) | os.O_CREAT | os.O_EXCL
+                fd = os.open(partial, flags, 0o644, dir_fd=begun)
+                try:
+                    os.posix_fallocate(fd, 0, extent.num_slots * extent.slot_bytes)
+                finally:
+                    os.close(fd)
+                fd = os.open(partial, self._flags, dir_fd=begun)
+                try:
+                    _refuse_taken(name, extents)
+                    os.rename(partial, name, src_dir_fd=begun, dst_dir_fd=extents)
+                except OSError:
+                    os.close(fd)
+                    raise
             except OSError:
-                os.close(fd)
+                with contextlib.suppress(OSError):
+                    os.unlink(partial, dir_fd=begun)
                 raise
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(partial)
-            raise
         self._fds[extent.extent_id] = fd
+        self._names[extent.extent_id] = name
 
     def drop(self, extent: Extent) -> bool:
-        """Remove an extent's file; False if it cannot be removed, and then it stays open."""
-        path = self._directory.extent_path(extent.extent_id, extent.slot_bytes)
+        """Remove an extent's file; False if it cannot be removed, and then it stays open.
+
+        Another file that has its name by now is moved to the strays, or nobody would count it.
+        """
+        extent_id = extent.extent_id
         try:
-            os.unlink(path)
-        except FileNotFoundError:
+            with opened_folder(self._directory.extents) as folder:
+                name = self._names[extent_id]
+                if self._lies_in(folder, extent_id):
+                    os.unlink(name, dir_fd=folder)
+                elif name in os.listdir(folder):
+                    self._directory.set_aside(os.path.join(self._directory.extents, name))
+        except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError:
             return False
-        os.close(self._fds.pop(extent.extent_id))
+        self._names.pop(extent_id)
+        os.close(self._fds.pop(extent_id))
         return True
+
+    def _lies_in(self, folder: int, extent_id: int) -> bool:
+        """Whether the file that is open is the one that has its name."""
+        name, fd = self._names[extent_id], self._fds[extent_id]
+        try:
+            there = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, os.fstat(fd))
 
     @property
     def extent_ids(self) -> set[int]:
@@ -108,13 +137,39 @@ class ExtentFiles:
         return set(self._fds)
 
     def lost(self) -> set[int]:
-        """Extents whose files somebody has removed: what is written there is gone at the end."""
-        lost = set()
-        for extent_id, fd in tuple(self._fds.items()):
-            with contextlib.suppress(OSError):  # it is being dropped just now
-                if os.fstat(fd).st_nlink == 0:
-                    lost.add(extent_id)
-        return lost
+        """Extents whose files somebody has removed or replaced: what is written there is gone at
+        the end.
+        """
+        try:
+            with opened_folder(self._directory.extents) as folder:
+                lost = set()
+                for extent_id in tuple(self._fds):
+                    with contextlib.suppress(OSError, KeyError):  # it is being dropped just now
+                        if not self._lies_in(folder, extent_id):
+                            lost.add(extent_id)
+                return lost
+        except (FileNotFoundError, NotADirectoryError):
+            return set(self._fds)
+        except OSError:
+            return set()  # nobody can tell
+
+    def reopen(self, extent_ids: Collection[int]) -> set[int]:
+        """Open anew those that were replaced by a file of equal length, a copy say; returns others.
+
+        Whether the right records lie there is seen when they are read.
+        """
+        left = set(extent_ids)
+        for extent_id in extent_ids:
+            with contextlib.suppress(OSError, KeyError):
+                path = os.path.join(self._directory.extents, self._names[extent_id])
+                fd = open_in_folder(path, self._flags)
+                try:
+                    if os.fstat(fd).st_size == os.fstat(self._fds[extent_id]).st_size:
+                        os.dup2(fd, self._fds[extent_id], inheritable=False)
+                        left.discard(extent_id)
+                finally:
+                    os.close(fd)
+        return left
 
     def shorten(self, extent: Extent) -> bool:
         """Cut an extent's file to the slots that it has left; False if that cannot be done."""
@@ -215,6 +270,13 @@ class ExtentFiles:
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
+        self._names.clear()
+
+
+def _refuse_taken(name: str, folder: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
 
 
 def out_of_space(error: OSError) -> bool:

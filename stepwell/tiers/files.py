@@ -191,7 +191,7 @@ def _listing(folder: int, path: str) -> Iterator[Entry]:
 def tree_bytes(path: str) -> int:
     """Bytes of a file, or of all files below a directory.
 
-    What vanishes meanwhile, or lies deeper than 64 levels, counts 0.
+    What vanishes meanwhile, cannot be read or lies deeper than 64 levels counts 0.
     """
     try:
         status = os.lstat(path)

@@ -43,7 +43,6 @@ _HEADER_CRC = zlib.crc32(_HEAD.pack(MAGIC, VERSION, 0, 0))
 FILE_HEADER = _HEAD.pack(MAGIC, VERSION, 0, _HEADER_CRC)
 """What a journal begins with."""
 _CHECKED = struct.Struct("<HI")
-_FRAME_CRC_AT = 8
 
 ENTRY = np.dtype(
     [
@@ -86,7 +85,7 @@ class Kind(IntEnum):
     ASIDE = 6
     """Places whose content is wrong and kept for a look, each with the number of its reason."""
     WEAR = 7
-    """Bytes written to the drive so far, since when, and and what is left of the budget when."""
+    """Bytes written to the drive so far, since when, and what is left of the budget when."""
 
 
 class JournalError(Exception):

@@ -92,7 +92,7 @@ class HostTier(ThreadedTier):
 
     def contains(self, keys: Sequence[Key]) -> list[Lookup]:
         """See `stepwell.tiers.base.Tier.contains`."""
-        return self._table.states(keys, self._context.clock.wall())
+        return self._table.states(keys, self._context.wall_s())
 
     def delete(self, keys: Sequence[Key]) -> int:
         """See `stepwell.tiers.base.Tier.delete`."""
@@ -124,7 +124,7 @@ class HostTier(ThreadedTier):
             present = [
                 row for row in rows if row is not None and self._table.state(row) is State.PRESENT
             ]
-            self._table.touch(present, self._context.clock.wall())
+            self._table.touch(present, self._context.wall_s())
             here = set(present)
             return [row in here for row in rows]
 
@@ -136,7 +136,7 @@ class HostTier(ThreadedTier):
             row = self._table.find(fingerprint(chunk.key))
             if row is None or self._table.state(row) is not State.PRESENT:
                 return _ABSENT
-            if self._table.expired(row, self._context.clock.wall()):
+            if self._table.expired(row, self._context.wall_s()):
                 self._remove(row)
                 return ChunkResult(Outcome.MISS, Reason.EXPIRED)
             self._table.begin_read(row)
@@ -180,7 +180,7 @@ class HostTier(ThreadedTier):
                     self._table.abort(row)
                 else:
                     self._stored[row] = stored
-                    now_s = self._context.clock.wall()
+                    now_s = self._context.wall_s()
                     expires_at_s = chunk.expires_at_s or (self._ttl_s and now_s + self._ttl_s)
                     if self._table.commit([row], now_s, [expires_at_s]) == [False]:
                         self._freed(row)  # deleted while it was being written
@@ -193,7 +193,7 @@ class HostTier(ThreadedTier):
             return NO_ROOM
         with self._lock:
             row = self._table.find(tag)
-            if row is not None and self._table.expired(row, self._context.clock.wall()):
+            if row is not None and self._table.expired(row, self._context.wall_s()):
                 self._remove(row)
                 row = self._table.find(tag)
             if row is not None:

@@ -23,7 +23,7 @@ from stepwell.core.types import (
 )
 from stepwell.errors import ClosedError
 from stepwell.tiers.base import TierContext
-from stepwell.tiers.outcomes import ALREADY_THERE, DONE, count_results
+from stepwell.tiers.outcomes import DONE, count_results
 
 __all__ = ["JobRunner", "Work"]
 
@@ -352,7 +352,11 @@ class JobRunner:
             if isinstance(taken, tuple):
                 running, idxs = taken
                 results = self._run(running.job, idxs)
-                self._serve(thread_idx, running, list(zip(idxs, results, strict=True)))
+                ended = list(zip(idxs, results, strict=True))
+                try:
+                    self._serve(thread_idx, running, ended)
+                except Exception:  # counted: a buffer was released under way, say
+                    self._count_internal_error("serve")
                 self._run_aside(thread_idx, self._work.settle)
             else:
                 self._run_aside(thread_idx, taken)
@@ -371,19 +375,34 @@ class JobRunner:
                 running.slowest_s = max(running.slowest_s, self._clock.monotonic() - begun[1])
             if job.direction is Direction.READ:
                 joined = [self._seats.pop(key)[1:] for key in keys]
-            elif job.direction is Direction.WRITE:
-                joined = [self._writing.pop(key) for key in keys]
         # Others first: once it is reported, the buffer that they copy from is its owner's again.
         for (idx, result), others in zip(ended, joined, strict=False):
             for other, other_idx in others:
                 found = self._joined(job.chunks[idx], result, other.job, other_idx)
                 self._end_chunks(other, [(other_idx, found)])
+        if job.direction is Direction.WRITE:
+            for key, (_, result) in zip(keys, ended, strict=True):
+                self._end_joined_writes(thread_idx, key, result)
         self._end_chunks(running, ended)
 
+    def _end_joined_writes(self, thread_idx: int, key: Key, result: ChunkResult) -> None:
+        """Others wanted the same chunk written: it is there, unless it was deleted meanwhile."""
+        while True:
+            with self._changed:
+                joined = self._writing[key]
+                if not joined:
+                    del self._writing[key]
+                    return
+                self._writing[key] = []
+                self._under_way[thread_idx] = (joined[0][0].job.job_id, self._clock.monotonic())
+            if result.outcome is Outcome.DONE:
+                other, idx = joined[0]
+                (result,) = self._run(other.job, [idx])
+            for other, idx in joined:
+                self._end_chunks(other, [(idx, result)])
+
     def _joined(self, chunk: Chunk, result: ChunkResult, job: Job, idx: int) -> ChunkResult:
-        """The result of a job that waited for another job's chunk."""
-        if job.direction is Direction.WRITE:
-            return ALREADY_THERE if result.outcome is Outcome.DONE else result
+        """The result of a read that waited for another job's chunk."""
         try:
             copied = self._copy(chunk, job.chunks[idx], result)
         except (ValueError, BufferError):  # a buffer that cannot be written to

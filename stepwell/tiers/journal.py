@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 
+from stepwell.tiers.files import opened_folder
 from stepwell.tiers.frames import FILE_HEADER, Image
 
 __all__ = ["Journal"]
@@ -32,9 +33,9 @@ class Journal:
         partial: where a new one is made before it takes the old one's place.
 
     Threading: `note` under the owner's lock, `flush` and `renew` on any thread.
-    Errors: none is raised after construction; a journal that cannot be written is removed, so
-        that the next start reads the headers instead of a hint that is out of date, and a new
-        one is tried at the next `renew`.
+    Errors: none is raised after construction; a journal that cannot be written is given up: it is
+        removed, so that the next start reads the headers instead of a hint that is out of date.
+        A new one is tried at the next `renew`, and until then frames are dropped.
     """
 
     def __init__(self, path: str, partial: str) -> None:
@@ -86,13 +87,13 @@ class Journal:
         self._num_tail += num_entries
 
     def flush(self, most_bytes: int = 1 << 62) -> bool:
-        """Write what was noted so far, in its order; afterwards it has been written.
+        """Write what was noted so far, in its order; afterwards it is there, or no journal is.
 
         Args:
             most_bytes: what the file may have.
 
         Returns:
-            False if it would have more, and nothing was written: `renew` it.
+            False if it would have more, and nothing was written: `renew` it, or give it up.
         """
         with self._io_lock:  # even for nothing: what somebody else took may not be written yet
             noted, count = self._noted, len(self._noted)
@@ -120,6 +121,8 @@ class Journal:
     def renew(self, lock: threading.Lock, snapshot: Callable[[], bytes]) -> bool:
         """Put a new file with a new snapshot in the old one's place; False if that failed.
 
+        The old one is then gone on with, if there was one; if not, whatever lies there is removed.
+
         Args:
             lock: the owner's, which is held while the snapshot is taken.
             snapshot: frames of everything that is so now.
@@ -127,14 +130,16 @@ class Journal:
         with self._io_lock:  # whoever flushes waits, and then writes to the new file
             with lock:
                 head = FILE_HEADER + snapshot()
-                data = b"".join(self._noted)
-                self._noted.clear()
-                self._num_tail = 0
+                noted, num_tail = self._noted, self._num_tail
+                self._noted, self._num_tail = [], 0
             try:
                 fd = self._write_new(head)
             except OSError:
-                # What was noted before the snapshot is part of it; the old file must not lack it.
-                self._append(data)
+                with lock:  # the old file must not lack what the snapshot would have had
+                    self._noted = noted + self._noted
+                    self._num_tail += num_tail
+                if self._fd < 0:
+                    self._give_up()
                 return False
             if self._fd >= 0:
                 os.close(self._fd)
@@ -144,26 +149,46 @@ class Journal:
             return True
 
     def _write_new(self, head: bytes) -> int:
-        fd = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        try:
-            view = memoryview(head)
-            while view:
-                view = view[os.write(fd, view) :]
-            os.replace(self._partial, self._path)
-        except OSError:
-            os.close(fd)
-            with contextlib.suppress(OSError):
-                os.unlink(self._partial)
-            raise
+        where, name = os.path.split(self._partial)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with opened_folder(where) as folder:
+            fd = os.open(name, flags, 0o644, dir_fd=folder)
+            try:
+                view = memoryview(head)
+                while view:
+                    view = view[os.write(fd, view) :]
+                os.replace(name, self._path, src_dir_fd=folder)
+            except OSError:
+                os.close(fd)
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=folder)
+                raise
         return fd
 
+    def give_up(self) -> None:
+        """Remove the file, which lacks something; while it is open, only if it lies there still."""
+        with self._io_lock:
+            self._give_up()
+
+    def in_place(self) -> bool:
+        """Whether it lies where the next start looks for it; True as well if there is none."""
+        with self._io_lock:
+            return self._fd < 0 or self._lies_there()
+
+    def _lies_there(self) -> bool:
+        try:
+            return os.path.samestat(os.lstat(self._path), os.fstat(self._fd))
+        except OSError:
+            return False
+
     def _give_up(self) -> None:
+        self._size_bytes = 0
+        with contextlib.suppress(OSError):
+            if self._fd < 0 or self._lies_there():
+                os.unlink(self._path)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        self._size_bytes = 0
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)
 
     def close(self) -> None:
         """Write what was noted and close the file."""
@@ -171,8 +196,9 @@ class Journal:
         self.abandon()
 
     def abandon(self) -> None:
-        """Close the file as it is: it may be somebody else's by now."""
+        """Close the file as it is, and drop frames: it may be somebody else's by now."""
         with self._io_lock:
+            del self._noted[: len(self._noted)]  # others only append
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1

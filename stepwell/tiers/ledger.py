@@ -1,6 +1,6 @@
 """The books of one drive: which chunks lie in which slots. Decides under one lock, does no I/O.
 
-`stepwell.tiers.disk` does what is decided here. Everything that changes is noted for the journal
+`stepwell.tiers.drive` does what is decided here. Everything that changes is noted for the journal
 in the same breath, so that the journal has it in the order in which it happened.
 """
 
@@ -86,7 +86,8 @@ class Ledger:
         on_evicted: told why, and by its fingerprint, a chunk left to make room; called under
             the lock.
 
-    Threading: any thread; every method but `contains` holds one lock for a short time.
+    Threading: any thread; what changes something holds one lock for a short time. `snapshot` wants
+    it held; `load` is for starting, before there are other threads.
     """
 
     def __init__(
@@ -108,6 +109,8 @@ class Ledger:
         self._stale: set[int] = set()  # places of records that left and were not written over
         self._out_of_use: list[Extent] = []
         self._freed: list[int] = []  # places that the journal is to hear of
+        # Found wrong, while others still read them; and why.
+        self._wrong: dict[int, Reason] = {}
         self._bad: list[int] = []  # places where the drive failed a write
         self._bad_wiping: set[int] = set()
 
@@ -360,9 +363,10 @@ class Ledger:
         with self.lock:
             tag = fingerprint(key)
             number = self._number(root_of(key))
-            if self._table.find(tag) is not None or number is None:
+            there = self._table.find(tag) is not None
+            if there or number is None or not self._space.has(place):  # lost just now
                 self._free(place)
-                return NO_ROOM if number is None else ALREADY_THERE
+                return ALREADY_THERE if there else NO_ROOM
             cost_bytes = self._space.cost_of(self._space.size_at(place))
             return self._table.begin(tag, cost_bytes, place, number)
 
@@ -381,11 +385,9 @@ class Ledger:
         """Slots that were got and not used, or that were to be wiped."""
         with self.lock:
             for place in places:
-                if place in self._bad_wiping:
-                    self._bad_wiping.discard(place)
-                    self._bad.append(place)
-                else:
-                    self._free(place)
+                bad = place in self._bad_wiping
+                self._bad_wiping.discard(place)
+                self._give(place, bad=bad)
 
     def commit(
         self, prefix: Sequence[int], now_s: float, expires_at_s: Sequence[float]
@@ -413,10 +415,14 @@ class Ledger:
                 place = self._table.place(row)
                 self._table.abort(row)
                 self._stale.add(place)  # what was evicted for it, or a part of what was written
-                if bad:
-                    self._bad.append(place)
-                else:
-                    self._free(place)
+                self._give(place, bad=bad)
+
+    def _give(self, place: int, *, bad: bool) -> None:
+        # In an extent that is out of use nothing may stay taken, or it would stay for ever.
+        if bad and self._space.has(place):
+            self._bad.append(place)
+        else:
+            self._free(place)
 
     # Reading.
 
@@ -451,11 +457,14 @@ class Ledger:
             for row, reason in ended:
                 if reason and self._table.state(row) is State.PRESENT:
                     self._table.remove(row)
+                    self._wrong[row] = reason
                     wrong.append(row)
                 if not self._table.end_read(row):
                     continue  # it stays, or somebody else still reads it
-                if reason and reason is not Reason.EXPIRED:
-                    self._keep_aside(row, reason)
+                # What was deleted meanwhile is wiped, however wrong it is.
+                found = self._wrong.pop(row, Reason.NONE)
+                if found and found is not Reason.EXPIRED:
+                    self._keep_aside(row, found)
                 else:
                     discard.append(row)
             return discard, wrong
@@ -656,7 +665,7 @@ class Ledger:
         with self.lock:
             self._space.untrim(extent, count)
 
-    def forget(self, extent_ids: Collection[int] | None = None) -> None:
+    def forget(self, extent_ids: Collection[int] | None = None) -> list[int]:
         """Somebody removed files: what lay in them is absent from now on.
 
         The extents are out of use; those in which nothing is read or written can be taken with
@@ -664,7 +673,11 @@ class Ledger:
 
         Args:
             extent_ids: which; None for all.
+
+        Returns:
+            Those that were in use until now.
         """
+        forgotten: list[int] = []
         with self._books():
             for _ in range(len(self._aside)):
                 place, _ = self._aside[0]
@@ -672,17 +685,23 @@ class Ledger:
                     self._drop_aside()
                 else:
                     self._aside.rotate(-1)
-            self._retry_bad()
             for extent in self._space.extents.values():
                 wanted = extent_ids is None or extent.extent_id in extent_ids
                 if not wanted or not extent.ready or extent.out_of_use:
                     continue
                 begin = place_of(extent.extent_id, 0)
-                for row in self._table.rows_between(begin, begin + extent.num_slots):
+                end = begin + extent.num_slots
+                # What is being written leaves when that has ended.
+                for row in self._table.rows_between(begin, end, writing=True):
                     if self._table.remove(row):
                         self._discard(row)
+                for place in [each for each in self._bad if begin <= each < end]:
+                    self._bad.remove(place)
+                    self._free(place)
                 extent.ready, extent.out_of_use = False, True
                 self._out_of_use.append(extent)
+                forgotten.append(extent.extent_id)
+        return forgotten
 
     # The journal.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from stepwell.core.types import Chunk, ChunkResult, Direction, Outcome, Reason
 from stepwell.metrics import Metrics
 
-__all__ = ["ALREADY_THERE", "DONE", "NO_ROOM", "count_results", "write_refusal"]
+__all__ = ["ALREADY_THERE", "DONE", "NO_ROOM", "count_results", "read_failure", "write_refusal"]
 
 DONE = ChunkResult(Outcome.DONE)
 ALREADY_THERE = ChunkResult(Outcome.DONE, Reason.EXISTS)
@@ -31,8 +31,15 @@ def count_results(
         metrics.add(f"{direction}_bytes", (tier,), num_bytes)
 
 
+def read_failure(error: OSError) -> ChunkResult:
+    """What a failed read means: no memory, or a medium that failed."""
+    if error.errno == errno.ENOMEM:
+        return ChunkResult(Outcome.FAILED, Reason.INTERNAL)
+    return ChunkResult(Outcome.FAILED, Reason.IO_ERROR)
+
+
 def write_refusal(error: OSError) -> ChunkResult:
-    """What a failed write means: no room on the medium, or a medium that failed."""
+    """What a failed write means: no room on the medium, no memory, or a medium that failed."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ChunkResult(Outcome.FULL, Reason.NO_SPACE)
-    return ChunkResult(Outcome.FAILED, Reason.IO_ERROR)
+    return read_failure(error)

@@ -9,13 +9,16 @@ records may be dropped to make room for one of another slot size; that is how sp
 one model to another.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["BOOKKEEPING_BYTES", "Extent", "SlotSpace", "place_of", "slot_of"]
+__all__ = ["BOOKKEEPING_BYTES", "LAST_EXTENT_ID", "Extent", "SlotSpace", "place_of", "slot_of"]
 
 BOOKKEEPING_BYTES = 512
 """What a slot adds to its tier's used capacity beyond itself: room for its journal entries."""
+LAST_EXTENT_ID = (1 << 31) - 2
+"""So that a place has 63 bits."""
 
 _TARGET_MAX_BYTES = 64 << 20
 _TARGET_SHARE = 64
@@ -245,7 +248,7 @@ class SlotSpace:
             min(_TARGET_MAX_BYTES, self.capacity_bytes // _TARGET_SHARE_SMALL),
         )
         num_slots = min(room, max(1, target_bytes // cost_bytes), 1 << (_SLOT_BITS - 1))
-        extent = Extent(self._next_id, slot_bytes, num_slots)
+        extent = Extent(self._free_id(), slot_bytes, num_slots)
         self._enter(extent)
         return extent
 
@@ -293,6 +296,12 @@ class SlotSpace:
         """The extents of a slot size, the one with the fewest records first."""
         ready = [extent for extent in self._of_size.get(slot_bytes, ()) if extent.ready]
         return sorted(ready, key=lambda extent: extent.num_slots - extent.num_free)
+
+    def _free_id(self) -> int:
+        # The next number; after the last one whichever is not in use.
+        if self._next_id <= LAST_EXTENT_ID:
+            return self._next_id
+        return next(each for each in itertools.count() if each not in self.extents)
 
     def _enter(self, extent: Extent) -> None:
         self.extents[extent.extent_id] = extent

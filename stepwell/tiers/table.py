@@ -282,11 +282,14 @@ class ChunkTable:
 
     # All at once.
 
-    def rows_between(self, first_place: int, end_place: int) -> list[int]:
-        """The present rows with a place in a range."""
+    def rows_between(self, first_place: int, end_place: int, *, writing: bool = False) -> list[int]:
+        """The present rows with a place in a range, and if asked for those being written."""
         state = np.frombuffer(self._state, np.uint8)
         place = np.frombuffer(self._place, np.int64)
-        here = (state == State.PRESENT) & (place >= first_place) & (place < end_place)
+        wanted = state == State.PRESENT
+        if writing:
+            wanted |= state == State.WRITING
+        here = wanted & (place >= first_place) & (place < end_place)
         rows: list[int] = np.flatnonzero(here).tolist()
         return rows
 

@@ -536,13 +536,14 @@ class Sectors:
     def __init__(self) -> None:
         self.bad: list[Slot] = []
         self.outage = False
+        self.error = errno.EIO
         self.num_reads = 0
 
     def read(self, fd: int, buffers: list[memoryview], offset: int) -> int:
         self.num_reads += 1
         end = offset + sum(map(len, buffers))
         if self.outage or any(self.covers(fd, offset, end, slot) for slot in self.bad):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            raise OSError(self.error, os.strerror(self.error))
         return REAL_PREADV(fd, buffers, offset)
 
     @staticmethod
@@ -623,6 +624,38 @@ def test_a_sector_that_is_unreadable_again_is_set_aside(place: DiskPlace, sector
     place.check_books()
     reasons = [frames.ASIDE_REASONS[n] for n in replayed(place).aside.values()]
     assert reasons == ["io_error"], "and after another start"
+
+
+def test_a_record_is_not_blamed_for_the_one_before_it(place: DiskPlace, sectors: Sectors) -> None:
+    """What was written over a place that could not be read was set aside at its first failure."""
+    driver = with_many(place)
+    slot = place.slot_of(MANY[100])
+    sectors.bad = [slot]
+    assert served(driver, [MANY[100]]) == [False]
+    sectors.bad = []
+    assert place.tier is not None
+    place.tier.delete([MANY[100]])
+    assert place.tier.drain(30)
+    new = key_of("new")
+    driver.write([new])
+    assert place.slot_of(new) == slot
+    assert served(driver, MANY[:8]) == [True] * 8
+    sectors.bad = [slot]
+    assert served(driver, [new]) == [False]
+    assert driver.present([new]) == [True]
+    place.check_books()
+
+
+def test_a_lack_of_memory_is_nobodys_bad_sector(place: DiskPlace, sectors: Sectors) -> None:
+    driver = with_many(place)
+    sectors.bad, sectors.error = [place.slot_of(MANY[100])], errno.ENOMEM
+    for _ in range(3):
+        assert driver.read([MANY[100]])[0].results == (
+            ChunkResult(Outcome.FAILED, Reason.INTERNAL),
+        )
+        assert served(driver, MANY[:8]) == [True] * 8
+    assert driver.present([MANY[100]]) == [True]
+    place.check_books()
 
 
 def replayed(place: DiskPlace) -> frames.Image:

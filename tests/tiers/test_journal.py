@@ -551,25 +551,51 @@ def test_a_renewal_that_fails_leaves_the_old_journal_whole(
     """With all that was noted, what the new one would have had included."""
     noting.renew()
     noting.note(put(1))
-    real = getattr(os, call)
-    calls = [0]
-
-    def fail(*args: Any) -> Any:
-        calls[0] += 1
-        if call == "write" and calls[0] > 1:
-            return real(*args)  # to the old one, where there is room for a little
-        raise OSError(errno.ENOSPC, "full")
-
     with monkeypatch.context() as patch:
-        patch.setattr(journals.os, call, fail)
+        patch.setattr(journals.os, call, no_space)
         assert not noting.renew()
     assert not noting.partial.exists()
     assert not noting.journal.broken
-    assert noting.replayed() == said([put(1)])
     noting.note(put(2))
     noting.journal.flush()
     assert noting.replayed() == said([put(1), put(2)])
     assert noting.renew()
+
+
+def test_a_first_renewal_that_fails_leaves_no_journal_of_before(
+    noting: Noting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies there says less than is so from now on, and would be believed."""
+    noting.path.write_bytes(HEAD)
+    monkeypatch.setattr(journals.os, "replace", no_space)
+    assert not noting.renew()
+    assert not noting.path.exists()
+    noting.note(put(1))
+    noting.journal.flush()
+    assert not noting.path.exists()
+
+
+def no_space(*args: Any, **kwargs: Any) -> Any:
+    raise OSError(errno.ENOSPC, "full")
+
+
+def test_given_up_is_only_the_file_that_is_open(noting: Noting) -> None:
+    """Another owner may have put one in its place meanwhile."""
+    noting.renew()
+    noting.path.unlink()
+    noting.path.write_text("another owner's")
+    noting.journal.give_up()
+    assert noting.path.read_text() == "another owner's"
+    assert noting.journal.broken
+
+
+def test_an_abandoned_journal_keeps_no_frames(noting: Noting) -> None:
+    """It is nobody's any more: they would be kept for as long as the process lives."""
+    noting.renew()
+    noting.note(put(1))
+    noting.journal.abandon()
+    assert not noting.journal.noted
+    assert noting.journal.broken
 
 
 def test_short_writes_go_on(noting: Noting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -609,7 +635,7 @@ def test_no_file_is_left_open(noting: Noting, monkeypatch: pytest.MonkeyPatch) -
     for fails in (False, True, False):
         with monkeypatch.context() as patch:
             if fails:
-                patch.setattr(journals.os, "replace", lambda *_: real("/nowhere", "/at/all"))
+                patch.setattr(journals.os, "replace", lambda *_, **__: real("/nowhere", "/at/all"))
             assert noting.renew() != fails
     noting.journal.close()
     assert len(os.listdir("/proc/self/fd")) == before

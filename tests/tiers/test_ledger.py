@@ -790,6 +790,45 @@ def test_a_bad_slot_is_not_used_again_while_it_is_wiped(books: Books) -> None:
     books.check(settled=False)
 
 
+def test_a_lost_extent_takes_only_its_own_bad_slots_along(books: Books) -> None:
+    """All of them were tried again, also those of extents that are there, which are still bad."""
+    books.write(keys_of(4, "first"))
+    books.write(keys_of(4, "second"))
+    bad = books.begin(keys_of(2))
+    place = books.ledger.place(bad[0])
+    books.fail(bad, keys_of(2), bad=True)
+    other = next(e for e in books.extents() if e.extent_id != slot_of(place)[0])
+    assert books.ledger.forget([other.extent_id]) == [other.extent_id]
+    assert books.ledger.forget([other.extent_id]) == [], "that is known"
+    for extent in books.ledger.take_unused():
+        books.drop(extent)
+    books.settle()
+    books.write(keys_of(12, "new"))
+    assert place not in books.lies, "the last to be used again"
+    books.check()
+
+
+def test_what_is_deleted_while_it_is_found_wrong_is_wiped(books: Books) -> None:
+    """It was set aside as it was, and found again by its header when the journal was lost."""
+    (key,) = keys_of(1)
+    books.write([key])
+    ((row, _),) = books.ledger.begin_reads([key], books.now_s)
+    assert books.ledger.remove([key]) == (1, []), "somebody reads it"
+    assert books.ledger.end_reads([(row, Reason.CHECKSUM)]) == ([row], [])
+    assert books.ledger.num_aside == 0
+
+
+def test_what_two_readers_find_wrong_is_set_aside_once(books: Books) -> None:
+    (key,) = keys_of(1)
+    books.write([key])
+    ((row, _),) = books.ledger.begin_reads([key], books.now_s)
+    books.ledger.begin_reads([key], books.now_s)
+    assert books.ledger.end_reads([(row, Reason.CHECKSUM)]) == ([], [row])
+    assert books.ledger.end_reads([(row, Reason.NONE)]) == ([], []), "and this one was lucky"
+    assert books.ledger.num_aside == 1
+    books.check()
+
+
 def test_what_is_to_be_wiped_does_not_wait_for_what_is_gone(books: Books) -> None:
     """The slots of an extent that had made way were still remembered as to be wiped, before all
     others and for ever, so that those others were never wiped."""

@@ -4,24 +4,29 @@ Each of these hung the start for ever, ended it with a traceback, or kept the lo
 next try was refused by the process itself; in the format before this one, or in this one.
 """
 
+import errno
 import os
 import resource
+import shutil
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stepwell.core.keys import Key
 from stepwell.core.types import Direction, Lookup
 from stepwell.errors import ConfigError
 from stepwell.testing import Driver, key_of, payload_of
 from stepwell.tiers import blockio, journal
 from stepwell.tiers.base import TierContext
 from stepwell.tiers.directory import StoreDirectory
-from stepwell.tiers.disk import DiskTier, slot_cost_bytes
+from stepwell.tiers.disk import DiskTier
+from stepwell.tiers.journal import Journal
 
 from .conftest import DiskPlace, remove_at_once
 from .stalling import stalled_calls
@@ -368,24 +373,34 @@ def test_whoever_lost_the_store_leaves_the_new_owners_files_alone(place: DiskPla
     place.check_books()
 
 
-def test_a_store_that_is_taken_back_is_begun_anew(place: DiskPlace) -> None:
-    """Another process had it for a while. What that one left is in nobody's books: it is removed,
-    or the store would grow beyond its capacity."""
+@pytest.mark.parametrize("how", ["owned in between", "a backup", "a link"])
+def test_what_another_store_left_is_not_touched(place: DiskPlace, how: str) -> None:
+    """The former owner took the store back when nobody owned it, and began anew by removing every
+    extent that lay there: those of another process, of a backup, or of another store."""
     driver = place.open(16)
     driver.write(KEYS)
     assert place.tier is not None
-    first = place.tier
-    (place.path / "LOCK").unlink()
-    place.tier = None
-    theirs = place.open(16)
-    theirs.write([key_of(f"theirs {idx}") for idx in range(16)])
-    theirs.write([key_of("large")], 20_000)
+    first, place.tier = place.tier, None
+    if how == "owned in between":
+        (place.path / "LOCK").unlink()
+    else:
+        place.path.rename(place.path.with_name("away"))
+        if how == "a link":
+            place.path.with_name("other").mkdir()
+            place.path.symlink_to(place.path.with_name("other"))
+    theirs = [key_of(f"theirs {idx}") for idx in range(12)]
+    place.open(16).write(theirs)
+    place.open(16).write([key_of("large")], 20_000)
+    there = place.open(16).present(theirs)
+    assert any(there)
     place.close()
-    place.tier = first
-    for _ in range(2):
-        assert {r.outcome for r in driver.write([key_of(f"n{n}") for n in range(16)])} == {"done"}
+    for idx in range(3):
+        place.clock.advance(2.0)
+        assert {r.outcome for r in driver.write([key_of(f"new {idx}")])} == {"failed"}
+    first.close()
+    assert place.open(16).present([*theirs, key_of("large")]) == [*there, True]
+    assert place.tier is not None
     place.check_books()
-    assert place.lying_bytes() <= 16 * slot_cost_bytes(driver.payload_bytes) + 4096
 
 
 def test_a_store_removed_just_when_an_extent_is_made(
@@ -437,3 +452,247 @@ def test_a_store_removed_while_writes_are_in_flight(place: DiskPlace) -> None:
         "the whole capacity",
     )
     place.check_books()
+
+
+# What is removed or replaced while the store is in use: nothing of anybody else's is touched.
+
+
+def present_after_a_kill(place: DiskPlace, keys: Sequence[Key]) -> list[bool]:
+    """What a start finds that comes upon the store as it is just now."""
+    copy = DiskPlace(place.path.with_name("killed"))
+    shutil.copytree(place.path, copy.path)
+    try:
+        return copy.open(16).present(keys)
+    finally:
+        copy.close()
+        shutil.rmtree(copy.path)
+
+
+def test_a_link_in_the_extents_place_leads_to_nobodys_files(
+    place: DiskPlace, tmp_path: Path
+) -> None:
+    """The extents were missed, and removed by name: through the link, somebody else's."""
+    driver = place.open(16)
+    driver.write(KEYS)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    for extent in place.extents():
+        (theirs / Path(extent.path).name).write_text("somebody else's")
+    before = sorted(os.listdir(theirs))
+    shutil.rmtree(place.path / "extents")
+    (place.path / "extents").symlink_to(theirs)
+    for idx in range(3):
+        place.clock.advance(2.0)
+        assert {r.outcome for r in driver.write([key_of(f"new {idx}")])} == {"failed"}
+    assert sorted(os.listdir(theirs)) == before
+    assert {path.read_text() for path in theirs.iterdir()} == {"somebody else's"}
+    (place.path / "extents").unlink()
+    place.clock.advance(2.0)
+    assert {r.outcome for r in driver.write([key_of("well again")])} == {"done"}
+    place.check_books()
+
+
+def test_a_copy_that_took_an_extents_place_is_gone_on_with(place: DiskPlace) -> None:
+    """As `rsync` and defragmenters do it. It was lost, and what lay under its name by then was
+    removed; or, left there, it came on top of the capacity."""
+    driver = place.open(16)
+    keys = [key_of(idx) for idx in range(16)]
+    driver.write(keys)
+    for turn in range(3):
+        for extent in place.extents():
+            copy = Path(extent.path).read_bytes()
+            os.unlink(extent.path)
+            Path(extent.path).write_bytes(copy)
+        place.clock.advance(2.0)
+        new = key_of(f"new {turn}")
+        assert {r.outcome for r in driver.write([new])} == {"done"}
+        assert sum(driver.present(keys)) == 15 - turn
+        assert driver.read([new])[0].done
+        assert place.lying_bytes() <= place.capacity_bytes + 4096, "and what is no extent"
+        place.check_books()
+    assert sum(place.open(16).present(keys)) == 13
+
+
+def test_another_file_in_an_extents_place_is_moved_and_not_removed(place: DiskPlace) -> None:
+    driver = place.open(16)
+    driver.write(KEYS[:2])
+    (extent,) = place.extents()
+    os.unlink(extent.path)
+    Path(extent.path).write_text("somebody's")
+    place.clock.advance(2.0)
+    assert {r.outcome for r in driver.write([key_of("new")])} == {"done"}
+    assert driver.present([*KEYS[:2], key_of("new")]) == [False, False, True]
+    place.check_books()
+    assert [path.read_text() for path in (place.path / "strays").iterdir()] == ["somebody's"]
+
+
+def test_a_journal_that_was_replaced_is_made_anew(place: DiskPlace) -> None:
+    """By an older copy of itself: what was written from then on was absent after a restart."""
+    driver = place.open(16)
+    driver.write(KEYS[:2])
+    older = place.journal.read_bytes()
+    driver.write(KEYS[2:4])
+    place.journal.unlink()
+    place.journal.write_bytes(older)
+    place.clock.advance(2.0)
+    assert {r.outcome for r in driver.write(KEYS[4:])} == {"done"}
+    assert present_after_a_kill(place, KEYS) == [True] * 8
+
+
+def test_an_extent_that_was_moved_away_is_lost(place: DiskPlace, tmp_path: Path) -> None:
+    """It has a name still, only not here: what was written to it was absent after a restart."""
+    driver = place.open(16)
+    driver.write(KEYS[:2])
+    (extent,) = place.extents()
+    os.rename(extent.path, tmp_path / "moved")
+    place.clock.advance(2.0)
+    assert {r.outcome for r in driver.write([key_of("new")])} == {"done"}
+    place.check_books()
+    assert place.open(16).present([*KEYS[:2], key_of("new")]) == [False] * 2 + [True]
+
+
+def test_what_is_being_written_when_its_extent_is_lost_does_not_stay(
+    place: DiskPlace, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was there until the end of the process and absent afterwards; its extent stayed open, the
+    capacity taken, and that extents were removed was said every second."""
+    driver = place.open(16, num_threads=2)
+    driver.write(KEYS[:2])
+    real, reached, goes_on = blockio.write_run, threading.Event(), threading.Event()
+
+    def write_run(*args: Any) -> None:
+        if not reached.is_set():
+            reached.set()
+            assert goes_on.wait(30)
+        real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blockio, "write_run", write_run)
+        payload = payload_of(KEYS[2], driver.payload_bytes)
+        job_id = driver.submit(Direction.WRITE, driver.write_chunks({KEYS[2]: payload}))
+        assert reached.wait(30)
+        for extent in place.extents():
+            os.unlink(extent.path)
+        place.clock.advance(2.0)
+        assert {r.outcome for r in driver.write([key_of("other")])} == {"done"}
+        goes_on.set()
+        driver.wait(job_id)
+    for idx in range(3):
+        place.clock.advance(2.0)
+        driver.write([key_of(f"later {idx}")])
+    assert driver.present([KEYS[2], key_of("other")]) == [False, True]
+    place.check_books()
+    assert len([each for each in caplog.records if "were removed" in each.message]) == 1
+    assert {r.outcome for r in driver.write([key_of(f"all {n}") for n in range(16)])} == {"done"}
+
+
+def test_a_folder_that_was_removed_does_not_let_the_journal_grow(place: DiskPlace) -> None:
+    """A new journal is made in `partial`; without it every renewal failed, and the old one grew
+    beyond the capacity."""
+    driver = place.open(16, num_threads=1)
+    driver.write([key_of(idx) for idx in range(16)])
+    (place.path / "partial").rmdir()
+    for idx in range(400):
+        place.clock.advance(0.1)
+        driver.write([key_of(f"new {idx}")])
+        assert place.lying_bytes() <= place.capacity_bytes + 4096, "and what is no extent"
+    place.check_books()
+
+
+@pytest.mark.parametrize("when", ["always", "within a second"])
+def test_a_journal_that_can_not_be_renewed_leaves_none_behind(
+    place: DiskPlace, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """It was said that a chunk is written, and written over what was evicted for it, while the
+    journal that lay there said neither."""
+    driver = place.open(16, num_threads=1)
+    driver.write([key_of(idx) for idx in range(16)])
+    monkeypatch.setattr(Journal, "_write_new", failing_write)
+    written = []
+    for idx in range(300):
+        place.clock.advance(2.0 if when == "always" else 0.001)
+        assert {r.outcome for r in driver.write([key_of(f"new {idx}")])} == {"done"}
+        written.append(key_of(f"new {idx}"))
+        assert place.lying_bytes() <= place.capacity_bytes + 4096, "and what is no extent"
+        if idx % 50 == 49:
+            monkeypatch.undo()
+            assert all(present_after_a_kill(place, written[-16:]))
+            monkeypatch.setattr(Journal, "_write_new", failing_write)
+    monkeypatch.undo()
+    place.clock.advance(2.0)
+    driver.write([key_of("well again")])
+    place.check_books()
+    assert place.journal.exists()
+
+
+def failing_write(self: Journal, head: bytes) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_start_that_cannot_renew_the_journal_removes_the_old_one(
+    place: DiskPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It named less than there was from then on, and was believed by the start after a kill."""
+    place.open(16).write([key_of("a"), *KEYS])
+    place.close()
+    os.unlink(place.extents()[0].path)
+    monkeypatch.setattr(Journal, "_write_new", failing_write)
+    driver = place.open(16)
+    assert {r.outcome for r in driver.write(KEYS[:2])} == {"done"}
+    monkeypatch.undo()
+    assert present_after_a_kill(place, KEYS[:2]) == [True] * 2
+
+
+def test_a_new_beginning_that_cannot_write_its_journal_leaves_no_other(
+    place: DiskPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lay there was another owner's, and ours went on in a file without a name."""
+    driver = place.open(16)
+    driver.write(KEYS[:4])
+    assert place.tier is not None
+    first, place.tier = place.tier, None
+    remove_at_once(place.path)
+    place.open(16)
+    place.close()
+    place.tier = first
+    monkeypatch.setattr(Journal, "_write_new", failing_write)
+    assert {r.outcome for r in driver.write([key_of("new")])} == {"done"}
+    monkeypatch.undo()
+    assert present_after_a_kill(place, [key_of("new")]) == [True]
+    place.clock.advance(2.0)
+    assert {r.outcome for r in driver.write([key_of("newer")])} == {"done"}
+    place.check_books()
+    assert place.journal.exists()
+
+
+def test_whoever_lost_the_store_leaves_the_new_owners_journal_alone(place: DiskPlace) -> None:
+    """Writing what it had already, it looked at nothing, and put a journal of its own in the
+    other's place: what that one had written was absent from then on."""
+    driver = place.open(16)
+    driver.write(KEYS[:4])
+    assert place.tier is not None
+    first, place.tier = place.tier, None
+    remove_at_once(place.path)
+    theirs = place.open(16)
+    theirs.write(KEYS[4:])
+    for _ in range(120):
+        driver.read(KEYS[:4])
+    assert {r.reason for r in driver.write(KEYS[:4])} == {"exists"}
+    assert first.drain(30)
+    theirs.write([key_of("more")])
+    place.close()
+    theirs = place.open(16)
+    assert theirs.present([*KEYS[4:], key_of("more")]) == [True] * 5
+    assert theirs.present(KEYS[:4]) == [False] * 4
+    first.close()
+    place.check_books()
+
+
+def test_a_file_too_short_for_an_extent_is_moved_and_not_removed(place: DiskPlace) -> None:
+    """`check --fix` moves it, and says that it never deletes anything; a start deleted it."""
+    place.open(16).write(KEYS)
+    place.close()
+    (place.path / "extents/00000007-1048576.kv").write_text("somebody's")
+    assert place.open(16).present(KEYS) == [True] * 8
+    place.check_books()
+    assert [path.read_text() for path in (place.path / "strays").iterdir()] == ["somebody's"]
