@@ -35,7 +35,13 @@ Command = Callable[[argparse.Namespace], int]
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?")
 _NEGATIVE = re.compile(r"-\.?[0-9]")
 # What `vllm-args` has options for; not for its --set.
-_OPTIONS = ("path", "paths", "capacity", "primary")
+_OPTIONS = {
+    "path": "--path",
+    "paths": "--path, once for each drive,",
+    "capacity": "--capacity",
+    "primary": "--primary",
+    "cpu_bytes_to_use": "--primary",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _complain("there is nowhere to print to: stdout=closed")
         status = _run(argv)
         sys.stdout.flush()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        if interrupt.args:  # what was made, and whether it is gone
+            print(f"stepwell: interrupted{interrupt}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         _drop_output()  # whoever read it has gone
@@ -214,7 +222,9 @@ def _directory(text: str) -> Path:
     """
     from stepwell.settings import parse_path
 
-    return parse_path(os.path.abspath(text) if text and "://" not in text else text)
+    # A home directory that no shell has filled in is refused, and not looked for below this one.
+    as_it_is = not text or "://" in text or (text.startswith("~") and not os.path.lexists(text))
+    return parse_path(text if as_it_is else os.path.abspath(text))
 
 
 def _assignments(texts: Sequence[str]) -> dict[str, object]:
@@ -227,8 +237,7 @@ def _assignments(texts: Sequence[str]) -> dict[str, object]:
         if not equals or not name:
             raise ConfigError(f"--set takes name=value, such as io_threads=16: set={text!r}")
         if name in _OPTIONS:
-            option = "--path, once for each drive," if name == "paths" else f"--{name}"
-            raise ConfigError(f"give {option} instead: set={text!r}")
+            raise ConfigError(f"give {_OPTIONS[name]} instead: set={text!r}")
         if name in settings:
             raise ConfigError(f"{name} is set twice: set={text!r}")
         # The others carry a unit or are texts.
@@ -253,6 +262,13 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**options)
         # Without it a negative size would be an unknown option, and what it was for lack a value.
         self._negative_number_matcher = _NEGATIVE
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses what it does not know by itself, and so points at the right command's help."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         sys.exit(_complain(f"{message} (see {self.prog} --help)"))
@@ -364,15 +380,16 @@ def _add_vllm_args(commands: "Commands[_Parser]") -> None:
         """\
 Print the value for vLLM's --kv-transfer-config: one line of JSON in quotes for the shell, to be
 pasted after the option. The form of every setting is checked here, drive and memory where the
-engine starts. With --json the quotes are left
-out, which is the form for "$(...)" in a script and for JSON files.""",
+engine starts. With --json the quotes are left out, which is the form for "$(...)" in a script and
+for JSON files.""",
         """\
 examples:
   stepwell vllm-args --path /mnt/nvme/kv --capacity 200GiB --primary 16GiB
       and paste what it prints:  vllm serve MODEL --kv-transfer-config '{...}'
-  vllm serve MODEL \\
-      --kv-transfer-config "$(stepwell vllm-args --path /mnt/nvme/kv --capacity 200GiB --json)"
-      in a script; the double quotes are needed""",
+  config=$(stepwell vllm-args --path /mnt/nvme/kv --capacity 200GiB --json) &&
+      vllm serve MODEL --kv-transfer-config "$config"
+      in a script; the double quotes are needed, and without the && a wrong setting would start
+      vLLM without Stepwell""",
     )  # fmt: skip
     parser.add_argument(
         "--path", required=True, action="append", metavar="DIR",
@@ -442,10 +459,12 @@ passed over.
 
 With --fix a bad record is set aside, as an engine does that meets it: it is served no more, its
 bytes stay for a look, and its slot is the first to be used again. A damaged journal is made anew
-from the records' headers, an extent with an odd end is cut to whole slots, and stepwell.json is
-written again where it is missing or damaged although extents are there. What is not the store's,
-and a damaged description, is moved to PATH/strays and not deleted, since it may be somebody's, of
-a link the link itself; nobody counts what lies there, so remove it when nobody misses it.""",
+from the records' headers, and one that names what is not there without that; one that was cut off
+is believed as far as it goes, and one that is missing is made at the engine's next start. An extent
+with an odd end is cut to whole slots, and stepwell.json is written again where it is missing or
+damaged although extents are there. What is not the store's, and a damaged description, is moved to
+PATH/strays and not deleted, since it may be somebody's, of a link the link itself; nobody counts
+what lies there, so remove it when nobody misses it.""",
         """\
 examples:
   stepwell check /mnt/nvme/kv

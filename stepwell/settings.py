@@ -24,6 +24,7 @@ __all__ = [
     "parse_path",
     "parse_size",
     "parse_target",
+    "plural",
 ]
 
 _SIZE_UNITS = {
@@ -31,6 +32,7 @@ _SIZE_UNITS = {
     "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4,
     "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
 }  # fmt: skip
+_LEAST_BYTES = 1 << 20  # of most settings
 _SIZE_LIMIT_BYTES = 1 << 63  # what a file system can say of itself
 _TIME_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _TIME_LIMIT_S = 24 * 3600.0
@@ -39,34 +41,48 @@ _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[^:/\[\]\s]+):(?P<port>[0-9]{
 _NUMBER = re.compile(r"\s*([+-]?[0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_size(value: object, name: str) -> int:
+def parse_size(value: object, name: str, *, unit: str = "GiB") -> int:
     """Bytes from a text such as "20GiB", "1.5 TB" or "4096B".
+
+    Args:
+        value: what a person wrote.
+        name: of the setting, for messages.
+        unit: that is usual for it, for what messages suggest.
 
     Raises:
         ConfigError: no unit, an unknown unit, not a number, negative, or 8 EiB and more.
     """
-    match = _NUMBER.fullmatch(value) if isinstance(value, str) else None
+    bare = isinstance(value, int | float) and not isinstance(value, bool)
+    match = _NUMBER.fullmatch(value if isinstance(value, str) else f"{value}" if bare else "")
     if match is None:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            raise ConfigError(
-                f'{name} needs a unit: write "{value}B", or "20GiB" for example: {name}={value!r}'
-            )
-        raise ConfigError(f'{name} is a size such as "20GiB": {name}={value!r}')
-    number, unit = match.groups()
-    if not unit:
-        raise ConfigError(f'{name} needs a unit: write "{number}GiB" for example: {name}={value!r}')
-    factor = _SIZE_UNITS.get(unit.upper())
+        raise ConfigError(f'{name} is a size such as "20{unit}": {name}={value!r}')
+    number, given = match.groups()
+    if bare or not given:
+        is_bytes = number.isdecimal() and _LEAST_BYTES <= float(number) < _SIZE_LIMIT_BYTES
+        example = f"{number}B" if is_bytes else _with_unit(number, unit)
+        raise ConfigError(f'{name} needs a unit: write "{example}" for example: {name}={value!r}')
+    factor = _SIZE_UNITS.get(given.upper())
     if factor is None:
-        raise ConfigError(
-            f"{name} has an unknown unit; known are B, KiB, MiB, GiB, TiB, KB, MB, GB, TB: "
-            f"{name}={value!r}"
-        )
+        short = given.upper().removesuffix("I")  # "200G", "200Gi"
+        if short in ("K", "M", "G", "T"):
+            meant = f'write "{_with_unit(number, f"{short}iB")}"'
+        else:
+            meant = "known are B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
+        raise ConfigError(f"{name} has an unknown unit; {meant}: {name}={value!r}")
     size = float(number) * factor
     if size < 0:
         raise ConfigError(f"{name} must not be negative: {name}={value!r}")
     if size >= _SIZE_LIMIT_BYTES:
         raise ConfigError(f"{name} is larger than anything there is: {name}={value!r}")
     return int(size)
+
+
+def _with_unit(number: str, unit: str) -> str:
+    """The number in a unit, if that is a size that is not refused as well; else an example."""
+    factor = _SIZE_UNITS[unit.upper()]
+    if min(_LEAST_BYTES, factor) <= float(number) * factor < _SIZE_LIMIT_BYTES:
+        return f"{number}{unit}"
+    return f"20{unit}"
 
 
 def parse_duration(value: object, name: str, *, most_s: float = _TIME_LIMIT_S) -> float:
@@ -117,8 +133,11 @@ def parse_path(value: object) -> Path:
     if "\0" in directory:
         raise ConfigError(f"a path has no NUL byte: path={value!r}")
     if not directory.startswith("/"):
-        example = os.path.abspath(directory)
-        raise ConfigError(f"path must be absolute: write {example!r} for example: path={value!r}")
+        example = os.path.abspath(os.path.expanduser(directory))
+        home = ", and ~ is not expanded here" if directory.startswith("~") else ""
+        raise ConfigError(
+            f"path must be absolute{home}: write {example!r} for example: path={value!r}"
+        )
     return Path(os.path.normpath(directory))
 
 
@@ -134,9 +153,28 @@ def parse_target(text: str) -> tuple[str, int] | str:
     if match is None or not 0 < int(match["port"]) < 65536:
         raise ConfigError(
             f'metrics is an address such as "127.0.0.1:9477" or an absolute path such as '
-            f'"/run/stepwell.prom": metrics={text!r}'
+            f'"/run/stepwell.prom"; {_target_fault(text)}: metrics={text!r}'
         )
     return match["host"].strip("[]"), int(match["port"])
+
+
+def _target_fault(text: str) -> str:
+    """What is wrong with a target."""
+    host, colon, port = text.rpartition(":")
+    if "://" in text:
+        return "it takes no scheme"
+    if text.isdecimal() or (colon and not host):
+        return "there is no host"
+    if not colon or text.endswith("]"):
+        return "there is no port"
+    if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        return "the port is 1 to 65535"
+    return "the host is a name, or an address, of IPv6 in brackets"
+
+
+def plural(count: int, word: str) -> str:
+    """ "1 root", "2 roots"."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def format_bytes(size: float) -> str:
@@ -230,7 +268,7 @@ class Settings:
             if value not in choices:
                 raise ConfigError(f"{name} is {_one_of(choices)}: {name}={value!r}")
         if self.metrics:
-            parse_target(self.metrics)
+            _check_outside(parse_target(self.metrics), self.paths)
         if self.write_mode == "back" and not self.host_capacity_bytes:
             raise ConfigError(
                 'write_mode "back" keeps what is written in the host tier, and there is none: '
@@ -317,6 +355,20 @@ def _check_apart(paths: Sequence[Path]) -> None:
             wrong = "is given twice" if inner == outer else "lies in another one"
             raise ConfigError(
                 f"a path {wrong}; each drive has its own: paths={','.join(map(str, paths))}"
+            )
+
+
+def _check_outside(target: tuple[str, int] | str, paths: Sequence[Path]) -> None:
+    """Raises ConfigError if a file to export to lies in the store: it might be the journal."""
+    if not isinstance(target, str):
+        return
+    parts = Path(target).parts[1:]
+    for path in paths:
+        inside = path.parts[1:]
+        if parts[: len(inside)] == inside:
+            raise ConfigError(
+                f"metrics lies in the store, and might overwrite a file of it; give one elsewhere: "
+                f"metrics={target!r} path={path}"
             )
 
 

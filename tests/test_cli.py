@@ -332,6 +332,22 @@ def test_demo_that_found_something_wrong(demo: types.SimpleNamespace) -> None:
     assert cli.main(["demo"]) == 1
 
 
+def test_demo_interrupted_before_it_made_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from stepwell.bench import demo as real
+    from stepwell.bench import machine
+
+    def interrupted() -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(machine, "vllm_version", lambda: "1")
+    monkeypatch.setattr(real, "make_model", interrupted)
+    command = ["demo", "--path", str(tmp_path), "--capacity", "1MiB"]
+    assert cli.main(command) == 128 + signal.SIGINT
+    assert capsys.readouterr() == ("", "stepwell: interrupted\n")
+
+
 def test_demo_without_vllm(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -452,6 +468,19 @@ BAD_INPUT = {
     "no weights_id": ([*VLLM_ARGS, "--set", "weights_id="], "leave it out"),
     "a blank weights_id": ([*VLLM_ARGS, "--set", "weights_id= "], "leave it out"),
     "primary as a setting": ([*VLLM_ARGS, "--set", "primary=1GiB"], "give --primary instead"),
+    "vLLM's primary as a setting": (
+        [*VLLM_ARGS, "--set", "cpu_bytes_to_use=1"], "give --primary instead",
+    ),
+    "primary 0": ([*VLLM_ARGS, "--primary", "0"], 'write "20GiB"'),
+    "a home directory": (["check", "~/no/kv"], "~ is not expanded here"),
+    "an unknown argument": (["check", "/kv", "--fixx"], "--fixx (see stepwell check --help)"),
+    "an unknown argument of a benchmark": (
+        [*STORAGE, "--fast"], "--fast (see stepwell bench storage --help)",
+    ),
+    "an unknown argument before the command": (["--x", "check", "/kv"], "(see stepwell --help)"),
+    "metrics in the store": (
+        [*VLLM_ARGS, "--set", "metrics=/mnt/kv/journal"], "metrics lies in the store",
+    ),
     "paths as a setting": ([*VLLM_ARGS, "--set", "paths=/x"], "give --path, once for each drive"),
     "a far-off setting": ([*VLLM_ARGS, "--set", "foo=4"], "no setting 'foo': known=path,"),
     "unknown setting": ([*VLLM_ARGS, "--set", "io_thread=4"], 'the nearest is "io_threads"'),
@@ -468,12 +497,19 @@ BAD_INPUT = {
     "demo: concurrency 0": (["demo", "--concurrency", "0"], "concurrencies must be"),
     "demo: sessions": (["demo", "--sessions", "0"], "sessions must be at least 1"),
     "demo: path": (["demo", "--path", "{tmp}/none"], "does not exist"),
+    "demo: a file": (["demo", "--path", "{tmp}/file"], "no directory: path={tmp}/file"),
+    "demo: small capacity": (["demo", "--capacity", "1KiB"], "capacity is at least 1MiB"),
+    "demo: large capacity": (["demo", "--capacity", "7000000TiB"], "larger than the file system"),
     "demo: model": (["demo", "--model", "{tmp}/none"], "does not exist"),
     "demo: capacity": (["demo", "--capacity", "20"], "capacity needs a unit"),
     "bench without a benchmark": (["bench"], "required: BENCHMARK"),
     "unknown benchmark": (["bench", "tape"], "invalid choice: 'tape'"),
     "storage: missing path": ([*STORAGE, "--path", "{tmp}/none"], "path={tmp}/none"),
-    "storage: a file": ([*STORAGE, "--path", "{tmp}/file"], "path={tmp}/file"),
+    "storage: a file": ([*STORAGE, "--path", "{tmp}/file"], "no directory: path={tmp}/file"),
+    "storage: a path twice": (
+        [*STORAGE, "--path", "{tmp}", "--path", "{tmp}/v9/.."], "path={tmp},{tmp}",
+    ),
+    "index: a file": (["bench", "index", "--path", "{tmp}/file"], "no directory: path={tmp}/file"),
     "storage: relative path": ([*STORAGE, "--path", "kv"], "path must be absolute"),
     "storage: no room": (
         [*STORAGE, "--path", "{tmp}", "--size", "1000TiB"], "about 3 times size",

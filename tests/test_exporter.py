@@ -155,9 +155,13 @@ def test_targets(text: str, target: tuple[str, int] | str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "9477", ":9477", "localhost", "host:0", "host:65536", "host:x", "relative.prom",
-             "::1:9477", "http://host:1", "a b:1"]
+    ("text", "wrong"),
+    [("", "no port"), ("9477", "no host"), (":9477", "no host"), ("localhost", "no port"),
+     ("[::1]", "no port"), ("host:0", "the port is"), ("host:65536", "the port is"),
+     ("host:x", "the port is"), ("host:", "the port is"), ("host:" + "9" * 5000, "the port is"),
+     ("relative.prom", "no port"), ("::1:9477", "the host is"), ("a b:1", "the host is"),
+     ("http://host:1", "no scheme")]
 )  # fmt: skip
-def test_what_is_no_target(text: str) -> None:
-    with pytest.raises(ConfigError, match="metrics is an address"):
+def test_what_is_no_target(text: str, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=f"metrics is an address .*; .*{wrong}"):
         parse_target(text)

@@ -97,10 +97,20 @@ def test_sizes(text: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (20, 'write "20B", or "20GiB"'),
-        (2.5, "needs a unit"),
+        (20, 'needs a unit: write "20GiB"'),
+        (2.5, 'write "2.5GiB"'),
+        (21474836480, 'write "21474836480B"'),
+        (0, 'write "20GiB"'),
+        (-7, 'write "20GiB"'),
         ("20", 'write "20GiB"'),
-        ("20.5", "needs a unit"),
+        ("20.5", 'write "20.5GiB"'),
+        ("0", 'write "20GiB"'),
+        ("0.0001", 'write "20GiB"'),
+        ("-5", 'write "20GiB"'),
+        ("9" * 30, 'write "20GiB"'),
+        ("200G", 'unknown unit; write "200GiB"'),
+        ("1.5tI", 'write "1.5TiB"'),
+        ("-2G", 'write "20GiB"'),
         ("-1GiB", "must not be negative"),
         ("-0.001B", "must not be negative"),
         ("1GiBs", "unknown unit"),
@@ -185,7 +195,7 @@ def test_paths(text: str, path: str) -> None:
     [
         ("kv", "must be absolute"),
         ("./kv", "must be absolute"),
-        ("~/kv", "must be absolute"),
+        ("~/kv", "must be absolute, and ~ is not expanded here: write '/home/me/kv'"),
         ("kv\nkv", "must be absolute"),
         ("file:kv", "must be absolute"),
         ("fs:///p", "local directory"),
@@ -207,7 +217,8 @@ def test_paths(text: str, path: str) -> None:
         (Path("/p"), "absolute directory"),
     ],
 )
-def test_what_is_no_path(value: object, words: str) -> None:
+def test_what_is_no_path(value: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
     message = refusal({**GOOD, "path": value})
     assert words in message
     assert f"path={value!r}" in message
@@ -279,6 +290,19 @@ def test_what_is_out_of_range(wrong: dict[str, object]) -> None:
     (name,) = wrong
     assert f"{name}=" in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "metrics", ["/mnt/a/kv/journal", "/mnt/b", "/mnt/b/x/y.prom", "//mnt/b/m", "/mnt/c/../b/m"]
+)
+def test_metrics_overwrite_nothing_of_the_store(metrics: str) -> None:
+    """A file named "journal" in the store took the place of the journal every five seconds."""
+    paths = {"paths": ["/mnt/a/kv", "/mnt/b"], "capacity": "1GiB"}
+    message = refusal({**paths, "metrics": metrics})
+    assert "metrics lies in the store" in message
+    assert f"path={'/mnt/a/kv' if 'journal' in metrics else '/mnt/b'}" in message
+    for good in ("/mnt/a/m.prom", "/mnt/bb", "/mnt", "localhost:1"):
+        Settings.parse({**paths, "metrics": good})
 
 
 @given(st.dictionaries(st.sampled_from([*Settings.keys(), "other"]),

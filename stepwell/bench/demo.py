@@ -11,6 +11,7 @@ Runs vLLM's CPU build, in float32: there a reused prefix gives the same answer b
 import contextlib
 import importlib
 import math
+import os
 import shutil
 import sys
 import tempfile
@@ -28,9 +29,10 @@ from stepwell.bench.prometheus import Metrics
 from stepwell.bench.results import DEVICE, DISK, RECOMPUTE, VLLM_FS, DemoResult, Row, TokenCounts
 from stepwell.bench.server import Server, ServerConfig, ServerError
 from stepwell.bench.text import make_prompt
-from stepwell.bench.workplace import signals_as_exceptions
+from stepwell.bench.workplace import check_folder, signals_as_exceptions
 from stepwell.engines.vllm_args import kv_transfer_config
 from stepwell.errors import ConfigError
+from stepwell.settings import Settings, format_bytes
 
 _GIB = 1 << 30
 _MIN_MODEL_LEN = 8192  # tokens
@@ -112,11 +114,12 @@ def check_options(options: DemoOptions) -> None:
             f"concurrencies must be distinct numbers from 1 to {_MAX_NUM_SEQS}: "
             f"concurrencies={','.join(map(str, asked))}"
         )
-    if options.path is not None and not Path(options.path).is_dir():
-        raise ConfigError(f"the directory does not exist: path={options.path}")
+    if options.path is not None:
+        check_folder(Path(options.path))
     if options.model not in (None, "gemma"):
         machine.read_model(Path(options.model or ""))
     kv_transfer_config(str(_parent_folder(options)), options.capacity, cpu=True)
+    _check_capacity(options)
     if machine.vllm_version() is None or not sys.platform.startswith("linux"):
         raise ConfigError(
             'the demo runs vLLM\'s CPU build on Linux; "make demo" in a checkout installs it: '
@@ -333,6 +336,20 @@ def _load_tokenizer(folder: Path) -> Callable[[str], list[int]]:
     return encode
 
 
+def _check_capacity(options: DemoOptions) -> None:
+    """Checks what the engine would, once it is started."""
+    parent = _parent_folder(options)
+    settings = Settings.parse({"path": str(parent), "capacity": options.capacity})
+    status = os.statvfs(next(folder for folder in (parent, *parent.parents) if folder.exists()))
+    total_bytes = status.f_blocks * status.f_frsize
+    if 0 < total_bytes < settings.capacity_bytes + settings.min_free_bytes:
+        raise ConfigError(
+            f"capacity and min_free together are larger than the file system: path={parent} "
+            f"total={format_bytes(total_bytes)} capacity={options.capacity} "
+            f"min_free={format_bytes(settings.min_free_bytes)}"
+        )
+
+
 def _check_fit(options: DemoOptions, info: machine.ModelInfo) -> None:
     """Checks that prompts fit the model and KV caches the memory."""
     if options.prompt_tokens + options.max_tokens > info.max_tokens:
@@ -399,17 +416,21 @@ def _working_folder(options: DemoOptions) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="demo-", dir=parent))
     kept = set()
     try:
-        yield folder
-    except ServerError:
-        kept = {"logs"}
-        raise
-    finally:
-        if not options.keep:
-            for child in folder.iterdir():
-                if child.name not in kept:
-                    shutil.rmtree(child, ignore_errors=True)
-            with contextlib.suppress(OSError):  # the logs are in it
-                folder.rmdir()
+        try:
+            yield folder
+        except ServerError:
+            kept = {"logs"}
+            raise
+        finally:
+            if not options.keep:
+                for child in folder.iterdir():
+                    if child.name not in kept:
+                        shutil.rmtree(child, ignore_errors=True)
+                with contextlib.suppress(OSError):  # the logs are in it
+                    folder.rmdir()
+    except KeyboardInterrupt:
+        left = "what there was is in" if folder.exists() else "nothing is left of"
+        raise KeyboardInterrupt(f"; {left} {folder}") from None
 
 
 def _parent_folder(options: DemoOptions) -> Path:

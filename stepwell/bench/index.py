@@ -14,7 +14,7 @@ from typing import Any
 from stepwell.bench import machine
 from stepwell.bench.procs import io_counters
 from stepwell.bench.progress import Progress
-from stepwell.bench.workplace import signals_as_exceptions, working_folders
+from stepwell.bench.workplace import check_folder, signals_as_exceptions, working_folders
 from stepwell.core.keys import Key, Root, make_key
 from stepwell.core.types import Chunk, Direction, Job
 from stepwell.errors import ConfigError, TierError
@@ -164,9 +164,8 @@ def probe(store: str, num_chunks: int, chunk_bytes: int) -> None:
 
 def _check(options: IndexOptions) -> tuple[Path, int]:
     parent = parse_path(options.path) if options.path else Path.cwd()
-    if not parent.is_dir():
-        raise ConfigError(f"the directory does not exist: path={parent}")
-    chunk_bytes = parse_size(options.chunk, "chunk")
+    check_folder(parent)
+    chunk_bytes = parse_size(options.chunk, "chunk", unit="KiB")
     if not 1 <= options.num_chunks <= 100_000_000:
         raise ConfigError(f"chunks is 1 to 100000000: chunks={options.num_chunks}")
     if not 1 <= chunk_bytes <= 1 << 30:
@@ -216,7 +215,7 @@ def _run(tier: DiskTier, jobs: list[Job], progress: Progress | None = None) -> N
             if not result.done:
                 wrong = next(each for each in result.results if each.reason)
                 raise TierError(
-                    f"a chunk could not be {result.direction}: "
+                    f"the tier did not {result.direction} a chunk: "
                     f"outcome={wrong.outcome} reason={wrong.reason}"
                 )
             left -= 1

@@ -4,11 +4,14 @@ from dataclasses import asdict
 from typing import Any
 
 from stepwell.bench.index import IndexResult
-from stepwell.settings import format_bytes
+from stepwell.bench.storage_report import verdict_text
+from stepwell.bench.storage_results import Promise
+from stepwell.settings import format_bytes, plural
 
 __all__ = ["index_json", "index_text"]
 
 _INDEX_BYTES = 200
+_LEAST_CHUNKS = 100_000  # with fewer, what opening a store takes beside the index weighs more
 _KEYS_PER_S = 500_000
 
 
@@ -23,8 +26,8 @@ def index_json(result: IndexResult) -> dict[str, object]:
         "journal": asdict(result.journal),
         "scan": None if result.scan is None else asdict(result.scan),
         "promises": [
-            {"promise": words, "met": met, "detail": detail}
-            for words, met, detail in _promises(result)
+            {"promise": each.words, "met": each.met, "detail": each.detail}
+            for each in _promises(result)
         ],
         "configuration": dict(result.configuration),
     }
@@ -39,7 +42,7 @@ def index_text(result: IndexResult) -> str:
         f"{c['xxhash']}, {c['kernel']}",
         f"{c['cpus']} CPU(s) ({c['cpu']}); {path['path']}: {path['file_system']} on "
         f"{path['device']}, drive {path['drive']}",
-        f"{result.num_chunks} chunks of {format_bytes(result.chunk_bytes)}, written in "
+        f"{plural(result.num_chunks, 'chunk')} of {format_bytes(result.chunk_bytes)}, written in "
         f"{result.write_s:.1f} s; the journal has {format_bytes(result.journal_bytes)}",
         "",
     ]
@@ -49,28 +52,30 @@ def index_text(result: IndexResult) -> str:
             f"record's header (opening {result.scan.open_s:.2f} s)"
         )
         lines.append("")
-    for words, met, detail in _promises(result):
-        lines.append(f"{'met' if met else 'NOT MET':<9} {words}: {detail}")
+    lines += [verdict_text(each) for each in _promises(result)]
     return "\n".join(lines)
 
 
-def _promises(result: IndexResult) -> list[tuple[str, bool, str]]:
+def _promises(result: IndexResult) -> list[Promise]:
     journal = result.journal
+    in_all = f"{format_bytes(journal.memory_bytes)} in all"
+    few = result.num_chunks < _LEAST_CHUNKS
     # In between and beyond the limit grows with the number of chunks.
     limit_s = max(1.0, 8.0 * result.num_chunks / 1e6)
     return [
-        (
+        Promise(
             f"index memory <= {_INDEX_BYTES} bytes per chunk",
-            result.index_bytes_per_chunk <= _INDEX_BYTES,
-            f"{result.index_bytes_per_chunk:.0f} bytes, {format_bytes(journal.memory_bytes)} in "
-            f"all",
+            None if few else result.index_bytes_per_chunk <= _INDEX_BYTES,
+            f"too few chunks: give --chunks {_LEAST_CHUNKS} or more; {in_all}"
+            if few
+            else f"{result.index_bytes_per_chunk:.0f} bytes, {in_all}",
         ),
-        (
+        Promise(
             f"lookup >= {_KEYS_PER_S} keys/s, 2048 a call, without I/O",
             journal.keys_per_s >= _KEYS_PER_S and journal.lookup_syscalls == 0,
             f"{journal.keys_per_s:,.0f} keys/s, {journal.lookup_syscalls} read system calls",
         ),
-        (
+        Promise(
             f"first hit after a restart <= {limit_s:g} s, from the journal",
             journal.first_hit_s <= limit_s,
             f"{journal.first_hit_s:.2f} s (opening {journal.open_s:.2f} s)",

@@ -45,7 +45,7 @@ from stepwell.bench.storage_results import (
     make_row,
 )
 from stepwell.bench.storefiles import drop_page_cache
-from stepwell.bench.workplace import signals_as_exceptions, working_folders
+from stepwell.bench.workplace import check_folder, signals_as_exceptions, working_folders
 from stepwell.core.keys import Key, Root, make_key
 from stepwell.core.record import PAGE_BYTES, record_bytes
 from stepwell.core.types import Chunk, ChunkResult, Direction, Job, JobResult, Outcome
@@ -248,8 +248,11 @@ def check_options(options: StorageOptions) -> _Plan:
         raise ConfigError(f"chunk sizes must be distinct: chunk={','.join(options.chunks)}")
     paths = tuple(map(parse_path, options.paths)) or (Path.cwd(),)
     for path in paths:
-        if not path.is_dir():
-            raise ConfigError(f"the directory does not exist: path={path}")
+        check_folder(path)
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ConfigError(
+            f"a path is given twice; each drive has its own: path={','.join(map(str, paths))}"
+        )
     plan = _Plan(paths, shapes)
     _check_room(plan)
     _check_memory(plan, options)
@@ -257,7 +260,8 @@ def check_options(options: StorageOptions) -> _Plan:
 
 
 def _shape(options: StorageOptions, chunk: str) -> _Shape:
-    size_bytes, chunk_bytes = parse_size(options.size, "size"), parse_size(chunk, "chunk")
+    size_bytes = parse_size(options.size, "size")
+    chunk_bytes = parse_size(chunk, "chunk", unit="MiB")
     if chunk_bytes < PAGE_BYTES or chunk_bytes % PAGE_BYTES:
         raise ConfigError(f"chunk is a multiple of 4096 bytes, at least one: chunk={chunk!r}")
     least_bytes = options.jobs * (options.chunks_per_job or 1) * chunk_bytes

@@ -17,9 +17,9 @@ from stepwell.bench.storage_results import (
     notes,
     promises,
 )
-from stepwell.settings import format_bytes
+from stepwell.settings import format_bytes, plural
 
-__all__ = ["storage_json", "storage_text"]
+__all__ = ["storage_json", "storage_text", "verdict_text"]
 
 _WIDTH = 110
 _WORDS = {"first_fill": "first fill", "write": "write", "read": "cold read"}
@@ -65,7 +65,7 @@ def storage_text(result: StorageResult) -> str:
         format_table(_HEADER, [_cells(row) for row in result.rows]),
         textwrap.fill(legend, _WIDTH),
         *(textwrap.fill(note, _WIDTH) for note in notes(result)),
-        "\n".join(_verdict(each) for each in promises(result.rows)),
+        "\n".join(verdict_text(each) for each in promises(result.rows)),
     ]
     return "\n\n".join(parts)
 
@@ -143,11 +143,13 @@ def _configuration(result: StorageResult) -> str:
             f"{format_bytes(shape['tier_capacity_bytes'])}"
             for shape in c["chunks"]
         ),
-        f"{c['jobs']} jobs in flight, {c['tier_threads']} tier threads; first fill and "
-        f"{c['rounds']} rounds, raw file, tier and file per chunk in rotating order",
+        f"{plural(c['jobs'], 'job')} in flight, {plural(c['tier_threads'], 'tier thread')}; first "
+        f"fill and {plural(c['rounds'], 'round')}, raw file, tier and file per chunk in rotating "
+        "order",
     ]
     return "\n".join(lines)
 
 
-def _verdict(promise: Promise) -> str:
+def verdict_text(promise: Promise) -> str:
+    """One line: whether it was kept, the promise, the figures."""
     return f"{_VERDICTS[promise.met]:<12}  {promise.words}: {promise.detail}"

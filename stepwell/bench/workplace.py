@@ -8,17 +8,45 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-__all__ = ["signals_as_exceptions", "working_folders"]
+from stepwell.errors import ConfigError
+
+__all__ = ["check_folder", "signals_as_exceptions", "working_folders"]
+
+
+def check_folder(path: Path) -> None:
+    """Check that a directory to work in is there.
+
+    Raises:
+        ConfigError: it is not, or is something else.
+    """
+    if not path.is_dir():
+        wrong = "this is no directory" if path.exists() else "the directory does not exist"
+        raise ConfigError(f"{wrong}: path={path}")
 
 
 @contextlib.contextmanager
 def working_folders(parents: Sequence[Path]) -> Iterator[tuple[Path, ...]]:
-    """A new folder in each of the directories, removed at the end whatever happens."""
+    """A new folder in each of the directories, removed at the end whatever happens.
+
+    Raises:
+        KeyboardInterrupt: as it came, and saying what is left.
+    """
     made: list[Path] = []
     try:
-        for parent in parents:
-            made.append(Path(tempfile.mkdtemp(prefix="stepwell-bench-", dir=parent)))
-        yield tuple(made)
+        with _removed_at_the_end(made):
+            for parent in parents:
+                made.append(Path(tempfile.mkdtemp(prefix="stepwell-bench-", dir=parent)))
+            yield tuple(made)
+    except KeyboardInterrupt:
+        left = [folder for folder in made if folder.exists()]
+        where = ", ".join(map(str, left or parents))
+        raise KeyboardInterrupt(f"; {'left' if left else 'nothing is left'} in {where}") from None
+
+
+@contextlib.contextmanager
+def _removed_at_the_end(made: Sequence[Path]) -> Iterator[None]:
+    try:
+        yield
     finally:
         # People press Ctrl-C twice; the second must not leave gigabytes behind.
         interrupts = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -32,7 +60,11 @@ def working_folders(parents: Sequence[Path]) -> Iterator[tuple[Path, ...]]:
 
 @contextlib.contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit, so that what was made or started is cleaned up."""
+    """Turn SIGTERM and SIGHUP into SystemExit, so that what was made or started is cleaned up.
+
+    Raises:
+        KeyboardInterrupt: as it came; with an argument, which is what is said of it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -43,6 +75,8 @@ def signals_as_exceptions() -> Iterator[None]:
     old = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(*(interrupt.args or ("",))) from None
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)

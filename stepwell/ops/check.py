@@ -28,6 +28,7 @@ from stepwell.ops.findings import (
     BLOCKED,
     DESCRIPTION,
     JOURNAL,
+    MISSING,
     STRAY,
     UNREADABLE,
     Bad,
@@ -97,11 +98,13 @@ def check_store(
             owner = directory.owner()  # it may have begun meanwhile
         if owner is not None:
             tally.keep(_confirm(directory, tally.suspects, Examiner(identities, now_s)))
+        elif not any(each.path == directory.extents for each in in_the_way):
+            bad += _missing(directory, contents)
         bad += [verdict.bad for verdict in tally.suspects if verdict.bad is not None]
         if fix:
             bad = repair(directory, contents, bad, tally.wiped)
         bad = [*in_the_way, *bad]
-    num_stale = len(tally.wiped) + len(contents.lost)
+    num_left = len(tally.wiped) + len(contents.lost)
     roots = {contents.image.roots[number] for number in np.unique(contents.rows["root"]).tolist()}
     return CheckReport(
         path=str(path),
@@ -114,8 +117,8 @@ def check_store(
         num_records=tally.num_records,
         size_bytes=tally.size_bytes,
         num_expired=tally.num_expired,
-        num_gone=tally.num_gone + (num_stale if owner is not None else 0),
-        num_stale=0 if owner is not None else num_stale,
+        num_gone=tally.num_gone + (num_left if owner is not None else 0),
+        num_stale=0 if owner is not None else len(tally.wiped),
         num_aside=len(contents.aside),
         bad=tuple(bad),
         undescribed=tuple(sorted(root for root in roots if root not in identities)),
@@ -220,6 +223,17 @@ def _journal_faults(directory: StoreDirectory, contents: Contents) -> Iterator[B
     if contents.num_unnamed:
         detail = f"entries of a root that it does not name: entries={contents.num_unnamed}"
         yield Bad(where, JOURNAL, detail, journal.size_bytes, Remedy.RENEW)
+
+
+def _missing(directory: StoreDirectory, contents: Contents) -> Iterator[Bad]:
+    """Where nobody owns the store; an owner may have dropped extents meanwhile."""
+    if len(contents.lost):
+        num_extents = len(np.unique(contents.lost["place"] >> np.uint64(32)))
+        detail = (
+            f"records are named in extents that are gone or end before them: "
+            f"records={len(contents.lost)} extents={num_extents}"
+        )
+        yield Bad(directory.extents, MISSING, detail, 0, Remedy.RENEW)
 
 
 def _surroundings(

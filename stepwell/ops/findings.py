@@ -12,6 +12,7 @@ __all__ = [
     "BLOCKED",
     "DESCRIPTION",
     "JOURNAL",
+    "MISSING",
     "PADDING",
     "STRAY",
     "UNREADABLE",
@@ -33,6 +34,9 @@ DESCRIPTION = "description"
 """A damaged description of a root."""
 JOURNAL = "journal"
 """The journal is damaged; it is made again from the records' headers."""
+MISSING = "missing"
+"""The journal names records in extents that are gone or end before them. An engine notes first that
+they have left: so somebody removed files, or a power cut took them."""
 UNREADABLE = "unreadable"
 """This process may not read it, so it may well be whole."""
 
@@ -111,9 +115,8 @@ class CheckReport:
         num_records, size_bytes: that were read, whole, and the slots that they take.
         num_expired: good records whose time has run out; the engine drops them by itself.
         num_gone: records that left, or were written over, while they were looked at.
-        num_stale: records that the journal names and that are no more: invalidated, or lying
-            beyond the end of an extent or in one that is gone. So it is after an engine was
-            killed while it removed them; what is left is good, and an engine passes them over.
+        num_stale: records that the journal names and that were invalidated. So it is after an
+            engine was killed while it removed them; an engine passes them over.
         num_aside: slots that were set aside earlier; they are not served and were not read.
         bad: in the order in which they were found.
         undescribed: roots with records and without a description; their records are good, only

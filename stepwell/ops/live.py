@@ -141,12 +141,14 @@ def _connected(host: str, port: int, deadline_s: float) -> socket.socket:
     """Connects to whichever of a host's addresses answers; raises OSError."""
     failed: OSError = OSError(f"no address: host={host}")
     for family, kind, number, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        connection = socket.socket(family, kind, number)
+        connection: socket.socket | None = None
         try:
+            connection = socket.socket(family, kind, number)  # where IPv6 is off this fails
             connection.settimeout(_left_s(deadline_s))
             connection.connect(address)
         except OSError as error:
-            connection.close()
+            if connection is not None:
+                connection.close()
             failed = error
         else:
             return connection

@@ -33,7 +33,10 @@ __all__ = ["clear_the_way", "repair"]
 
 
 def clear_the_way(directory: StoreDirectory, bad: Sequence[Bad]) -> list[Bad]:
-    """Do what is needed before a store can be owned. Nobody owns it, nor can while it is needed.
+    """Do what is needed before a store can be owned.
+
+    Nobody can begin to own it while that is needed. An engine that began before, and whose LOCK was
+    taken away since, may still use it.
 
     Args:
         directory: owned by nobody.
@@ -120,6 +123,8 @@ def _renew(
     frames = _frames(contents, {**contents.aside, **wrong}, wiped)
     journal = Journal(directory.journal, directory.partial_path())
     try:
+        if contents.journal.image is not None:
+            journal.resume(contents.journal.image)  # so that the old one stays if that fails
         return journal.renew(threading.Lock(), lambda: frames)
     finally:
         journal.close()

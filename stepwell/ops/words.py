@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 
 from stepwell.core.identity import Identity, JsonValue
-from stepwell.settings import format_bytes
+from stepwell.settings import format_bytes, plural
 
 __all__ = [
     "age",
@@ -79,14 +79,10 @@ _REASONS = {
     "stray": "not the store's, yet it lies among its files",
     "description": "the description of a root is damaged",
     "journal": "the journal is damaged",
+    "missing": "what the journal names is not there; an engine notes first what leaves",
     "blocked": "no engine would start with it",
     "unreadable": "not readable by this user",
 }
-
-
-def plural(count: int, word: str) -> str:
-    """ "1 root", "2 roots"."""
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def age(seconds: float) -> str:

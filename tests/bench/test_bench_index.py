@@ -45,16 +45,18 @@ def result_of(restart: Restart, num_chunks: int = 100_000) -> IndexResult:
     [
         (Restart(0.5, 1.0, 200 * 100_000, 500_000.0, 0), 100_000, [True, True, True]),
         (Restart(0.5, 1.1, 201 * 100_000, 499_999.0, 0), 100_000, [False, False, False]),
+        (Restart(0.5, 1.0, 999 * 99_999, 500_000.0, 0), 99_999, [None, True, True]),
         (Restart(0.5, 8.0, 200 * 1_000_000, 500_000.0, 0), 1_000_000, [True, True, True]),
         (Restart(0.5, 8.1, 200 * 1_000_000, 500_000.0, 1), 1_000_000, [True, False, False]),
     ],
 )
-def test_promises(restart: Restart, num_chunks: int, met: list[bool]) -> None:
+def test_promises(restart: Restart, num_chunks: int, met: list[bool | None]) -> None:
     result = result_of(restart, num_chunks)
     promises = index_json(result)["promises"]
     assert isinstance(promises, list)
     assert [each["met"] for each in promises] == met
     assert index_text(result).count("NOT MET") == met.count(False)
+    assert index_text(result).count("not measured") == met.count(None)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def test_promises(restart: Restart, num_chunks: int, met: list[bool]) -> None:
         (IndexOptions("/nowhere/at/all"), "does not exist"),
         (IndexOptions("{tmp}", 0), "chunks is 1 to"),
         (IndexOptions("{tmp}", 10, "0B"), "chunk is at most"),
-        (IndexOptions("{tmp}", 10, "4"), "needs a unit"),
+        (IndexOptions("{tmp}", 10, "4"), 'needs a unit: write "4KiB"'),
         (IndexOptions("{tmp}", 100_000_000, "1GiB"), "no room"),
     ],
 )

@@ -69,8 +69,11 @@ def test_text_is_seeded_and_prompts_differ_from_their_start() -> None:
         ({"concurrencies": (0,)}, "concurrencies=0"),
         ({"concurrencies": (9,)}, "concurrencies=9"),
         ({"model": "/no/such/model"}, "model=/no/such/model"),
-        ({"path": "/no/such/directory"}, "path=/no/such/directory"),
+        ({"path": "/no/such/directory"}, "does not exist: path=/no/such/directory"),
+        ({"path": "/etc/hostname"}, "is no directory: path=/etc/hostname"),
         ({"capacity": "20"}, "capacity"),
+        ({"capacity": "1023KiB"}, "capacity is at least 1MiB"),
+        ({"capacity": "8000000TiB"}, "larger than the file system"),
     ],
 )
 def test_wrong_options_are_one_clear_line(change: dict[str, object], message: str) -> None:

@@ -122,6 +122,7 @@ def test_the_command_as_text(
     configuration, table, legend, *_, verdicts = out.strip().split("\n\n")
     assert configuration.startswith("Stepwell ")
     assert str(tmp_path) in configuration
+    assert "2 jobs in flight, 8 tier threads; first fill and 1 round, raw file" in configuration
     assert "chunks of 1.0 MiB: 16 a round, 16.0 MiB, 8 in a job" in configuration
     assert "chunks of 8.0 MiB: 2 a round, 16.0 MiB, 1 in a job" in configuration
     assert [line[:10].strip() for line in table.splitlines()[2:]] == [
@@ -347,9 +348,11 @@ def test_a_drive_that_fails_leaves_nothing(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(contender, "read", broken)
+    before = set(threading.enumerate())
     assert cli.main(["bench", "storage", "--path", str(tmp_path), *SMALL]) == 2
     assert list(tmp_path.iterdir()) == []
-    assert [each for each in threading.enumerate() if each.name.startswith("stepwell")] == []
+    left = set(threading.enumerate()) - before
+    assert [each for each in left if each.name.startswith("stepwell")] == []
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -370,7 +373,9 @@ def test_an_interrupt_leaves_nothing(
         time.sleep(0.05)
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (status, b"", b"")
+    said = f"stepwell: interrupted; nothing is left in {tmp_path}\n".encode()
+    assert (process.returncode, out) == (status, b"")
+    assert err == (said if number == signal.SIGINT else b"")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -378,7 +383,9 @@ def test_an_interrupt_leaves_nothing(
 
 
 BAD_OPTIONS = {
-    "a file": (StorageOptions(("{tmp}/file",)), "does not exist"),
+    "a file": (StorageOptions(("{tmp}/file",)), "is no directory"),
+    "a path twice": (StorageOptions(("{tmp}", "{tmp}/other", "{tmp}/x/..")), "is given twice"),
+    "a path twice, by a link": (StorageOptions(("{tmp}/other", "{tmp}/link")), "is given twice"),
     "two paths in one": (StorageOptions(("{tmp},{tmp}/other",)), "does not exist"),
     "no room": (StorageOptions(("{tmp}",), size="1000TiB"), "not enough room"),
     "size, chunks per job": (
@@ -398,6 +405,7 @@ BAD_OPTIONS = {
 def test_bad_options(case: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "other").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "other")
     options, message = BAD_OPTIONS[case]
     paths = tuple(path.replace("{tmp}", str(tmp_path)) for path in options.paths)
     changed = {name: getattr(options, name) for name in options.__slots__} | {"paths": paths}

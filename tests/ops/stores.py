@@ -264,21 +264,23 @@ OTHER_DAMAGES: dict[str, tuple[Callable[[Path, Lying, Key], object], list[str]]]
         lambda p, s, k: _truncate(s.path, s.path.stat().st_size + 100), ["layout"],
     ),
     "an extent ends within a record": (
-        lambda p, s, k: _truncate(s.path, 2 * s.slot_bytes + 5), ["layout"],
+        lambda p, s, k: _truncate(s.path, 2 * s.slot_bytes + 5), ["layout", "missing"],
     ),
     "an extent of less than a slot": (
-        lambda p, s, k: _truncate(s.path, 100), ["truncated"],
+        lambda p, s, k: _truncate(s.path, 100), ["truncated", "missing"],
     ),
     "an extent is a directory": (
-        lambda p, s, k: replace_by(s.path, Path.mkdir), ["not_a_file"],
+        lambda p, s, k: replace_by(s.path, Path.mkdir), ["not_a_file", "missing"],
     ),
     "an extent is a pipe": (
-        lambda p, s, k: replace_by(s.path, os.mkfifo), ["not_a_file"],
+        lambda p, s, k: replace_by(s.path, os.mkfifo), ["not_a_file", "missing"],
     ),
     "an extent is a link": (
         lambda p, s, k: replace_by(s.path, lambda q: q.symlink_to(_their_file(p))),
-        ["not_a_file"],
+        ["not_a_file", "missing"],
     ),
+    "an extent ends early": (lambda p, s, k: _truncate(s.path, s.slot_bytes), ["missing"]),
+    "an extent is gone": (lambda p, s, k: s.path.unlink(), ["missing"]),
     "two extents of one number": (lambda p, s, k: _second_of_its_number(p, s), ["stray"]),
     "an extent with needless zeros": (
         lambda p, s, k: (s.path.parent / "0000000007-8192.kv").write_bytes(bytes(8192)),
@@ -338,8 +340,6 @@ OTHER_DAMAGES: dict[str, tuple[Callable[[Path, Lying, Key], object], list[str]]]
 # Not damage: what an engine leaves that was killed while it removed records, and how many.
 STALE: dict[str, tuple[Callable[[Path, Lying, Key], object], int]] = {
     "a wiped slot": (lambda p, s, k: s.write(bytes(4096)), 1),
-    "an extent ends early": (lambda p, s, k: _truncate(s.path, s.slot_bytes), 2),
-    "an extent is gone": (lambda p, s, k: s.path.unlink(), 3),
 }
 
 

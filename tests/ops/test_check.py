@@ -43,7 +43,7 @@ from stepwell.core.types import Outcome
 from stepwell.errors import ConfigError
 from stepwell.ops.check import check_store
 from stepwell.ops.contents import JournalState
-from stepwell.ops.findings import BLOCKED, UNREADABLE, CheckReport, Remedy
+from stepwell.ops.findings import BLOCKED, MISSING, UNREADABLE, CheckReport, Remedy
 from stepwell.ops.records import Examiner
 from stepwell.tiers import frames
 from stepwell.tiers.directory import StoreDirectory
@@ -338,6 +338,26 @@ def test_what_a_killed_engine_left_in_its_journal(tmp_path: Path, name: str) -> 
         assert (outcomes.count(DONE), outcomes.count(ABSENT)) == (3 - num_stale, num_stale)
 
 
+def test_extents_that_somebody_removed(tmp_path: Path) -> None:
+    """It was said that a killed engine leaves it so, and nothing was wrong; but one notes first
+    that what lies in an extent has left."""
+    path = tmp_path / "kv"
+    keys = write_store(path)
+    damage(path, keys[0], "an extent is gone")
+    (bad,) = check(path).bad
+    assert (bad.path, bad.reason, bad.remedy) == (str(path / "extents"), MISSING, Remedy.RENEW)
+    assert bad.detail.endswith("records=3 extents=1")
+    with opened(path):  # which knows nothing of it by now: what is gone left meanwhile
+        pass
+    assert check(path).ok
+    write_store(path)
+    with opened(path):
+        damage(path, keys[0], "an extent ends early")
+        report = check(path)
+    assert report.ok
+    assert (report.num_records, report.num_gone) == (1, 2)
+
+
 def test_strays_are_moved_and_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     write_store(path)
@@ -554,7 +574,7 @@ def test_a_full_drive_is_no_place_for_a_new_journal(
     damage(path, keys[1], "a flipped bit in the payload")
     before = (path / "journal").read_bytes()
 
-    def replace(*names: object) -> None:
+    def replace(*names: object, **folders: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "replace", replace)

@@ -156,6 +156,21 @@ def test_where_the_real_exporter_listens(directory: StoreDirectory, host: str) -
         exporter.close()
 
 
+def test_where_a_family_of_addresses_is_off(
+    directory: StoreDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With IPv6 off "localhost" was never tried by IPv4: making the socket had failed already."""
+    addresses = socket.getaddrinfo("127.0.0.1", 1, type=socket.SOCK_STREAM)
+    off = [(socket.AF_INET6, socket.SOCK_STREAM, -1, "", ("::1", 1, 0, 0))]
+    with serving(sending(GOOD["with a length"])) as target:
+        port = int(target.rpartition(":")[2])
+        here = [(*each[:4], ("127.0.0.1", port)) for each in addresses]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [*off, *here])
+        assert read(directory, f"localhost:{port}").error == ""
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: off)
+        assert read(directory, f"localhost:{port}").error
+
+
 def test_whatever_the_text_is(directory: StoreDirectory, tmp_path: Path) -> None:
     """It is read or refused, also where the client library's parser stumbles over it."""
     directory.note_metrics(str(tmp_path / "metrics"))
