@@ -683,4 +683,4 @@ class DirtyMachine(RuleBasedStateMachine):
 
 
 TestDirtyMachine = DirtyMachine.TestCase
-TestDirtyMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestDirtyMachine.settings = settings(max_examples=60, stateful_step_count=40)

@@ -1,6 +1,7 @@
 """The store: several tiers behave as one, and one tier's fault costs no more than that tier."""
 
 import itertools
+import math
 import os
 import random
 import shutil
@@ -10,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -787,7 +789,7 @@ class BackMachine(StoreMachine):
     mode = WriteMode.BACK
 
 
-SETTINGS = hypothesis_settings(max_examples=20, stateful_step_count=30, deadline=None)
+SETTINGS = hypothesis_settings(max_examples=20, stateful_step_count=30)
 TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = SETTINGS
 TestBackMachine = BackMachine.TestCase
@@ -891,6 +893,48 @@ def test_a_buffer_that_cannot_be_written_to_is_refused_for_a_read(strict: Strict
         strict.store.read([good, fixed])
     strict.check_nothing_begun()
     assert wait(strict.store, strict.store.write([fixed])).results[0].reason is Reason.EXISTS
+
+
+@pytest.mark.parametrize("key", ["k" * 40, bytearray(40), memoryview(bytes(40)), list(range(40))])
+def test_a_key_that_is_no_bytes_is_refused(strict: Strict, key: Any) -> None:
+    """It was found out when half was done: the job was kept, and never reported."""
+    chunks = [Chunk(key, buffer_of(SIZE))]
+    for call in (
+        lambda: strict.store.read(chunks),
+        lambda: strict.store.write(chunks),
+        lambda: strict.store.touch([key]),
+    ):
+        with pytest.raises(TypeError, match="a key is bytes"):
+            call()
+    strict.check_nothing_begun()
+
+
+@pytest.mark.parametrize(
+    ("end_token", "expires_at_s"), [(-1, 0.0), (1 << 63, 0.0), (0, -1.0), (0, 1e30), (0, math.nan)]
+)
+def test_numbers_that_no_record_holds_are_refused(
+    strict: Strict, end_token: int, expires_at_s: float
+) -> None:
+    """They failed on a tier's thread, which looked like a drive that fails."""
+    chunk = Chunk(KEYS[0], buffer_of(SIZE), end_token, expires_at_s)
+    with pytest.raises(ValueError, match=f"end_token={end_token}"):
+        strict.store.write([chunk])
+    strict.check_nothing_begun()
+
+
+def test_touch_takes_what_can_be_gone_through_once(strict: Strict) -> None:
+    job_id = strict.store.touch(key for key in KEYS[:2])  # type: ignore[arg-type]
+    assert len(wait(strict.store, job_id).results) == 2
+
+
+@pytest.mark.parametrize("deadline_s", [10**400, math.inf])
+def test_a_deadline_that_nothing_is_later_than_is_refused(
+    strict: Strict, deadline_s: float
+) -> None:
+    """What is more than a float holds was refused too late, and then at every poll."""
+    with pytest.raises(ValueError, match="at most 1e"):
+        strict.store.read(chunks_of(KEYS[:2]), deadline_s)
+    strict.check_nothing_begun()
 
 
 @pytest.mark.parametrize("deadline_s", [0, 0.0, -1.0, float("-inf"), float("nan"), None])

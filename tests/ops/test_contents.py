@@ -62,7 +62,7 @@ def test_whatever_a_journal_says(tmp_path: Path) -> None:
         extent = path / "extents" / f"{extent_id:08d}-{SLOT_BYTES}.kv"
         extent.write_bytes(bytes(NUM_SLOTS * SLOT_BYTES))
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(ROWS, st.sets(PLACES, max_size=4))
     def agrees(rows: list[tuple[int, int, int, int]], aside: set[int]) -> None:
         write_image(path, rows, aside)

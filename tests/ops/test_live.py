@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ops.stores import SLOT_BYTES, identity, keys_of, opened, write_keys, write_store
@@ -175,7 +175,6 @@ def test_whatever_the_text_is(directory: StoreDirectory, tmp_path: Path) -> None
     """It is read or refused, also where the client library's parser stumbles over it."""
     directory.note_metrics(str(tmp_path / "metrics"))
 
-    @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.text(st.sampled_from('stepwell_{}="\\,# TYPE\n01e+NaInf'), max_size=80))
     @example('stepwell_a{b="c" 1')
     @example("# TYPE\nstepwell_")

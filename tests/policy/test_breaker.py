@@ -342,5 +342,5 @@ class BreakerMachine(RuleBasedStateMachine):
             assert self.real.retry_at_s == self.plain.retry_at_s
 
 
-BreakerMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+BreakerMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=60)
 TestBreakerMachine = BreakerMachine.TestCase

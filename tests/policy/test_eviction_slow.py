@@ -77,7 +77,7 @@ def machine_of(name: str) -> type[RuleBasedStateMachine]:
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_short_histories(name: str) -> None:
     run_state_machine_as_test(
-        machine_of(name), settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
+        machine_of(name), settings=settings(max_examples=150, stateful_step_count=40)
     )
 
 

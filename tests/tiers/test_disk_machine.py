@@ -276,4 +276,4 @@ class DiskMachine(RuleBasedStateMachine):
 
 
 TestDiskMachine = DiskMachine.TestCase
-TestDiskMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestDiskMachine.settings = settings(max_examples=60, stateful_step_count=40)

@@ -184,6 +184,9 @@ def test_a_store_that_another_process_holds(place: DiskPlace) -> None:
     assert StoreDirectory(place.path).owner() is None
     assert place.open().write([key_of("x")]) == (DONE,)
     assert StoreDirectory(place.path).owner() == os.getpid()
+    for odd in ("\N{SUPERSCRIPT TWO}", "-1", "", "1 2"):
+        (place.path / "LOCK").write_text(f"{odd}\n")
+        assert StoreDirectory(place.path).owner() == 0, "somebody"
     place.close()
     assert StoreDirectory(place.path).owner() is None
 

@@ -680,7 +680,7 @@ class GuardMachine(RuleBasedStateMachine):
 
 
 TestGuardMachine = GuardMachine.TestCase
-TestGuardMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestGuardMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_a_long_life_leaves_nothing(rig: Rig) -> None:

@@ -167,7 +167,7 @@ EXAMPLE = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(frames=histories)
 def test_a_replay_is_what_happened_entry_by_entry(frames: list[Frame]) -> None:
     data = bytes_of(frames)
@@ -238,7 +238,7 @@ def test_a_flipped_bit_is_noticed_or_cuts_the_rest_off() -> None:
     assert num_cut < len(data)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(frames=histories, data=st.data())
 def test_any_damage_is_noticed_or_cuts_the_rest_off(
     frames: list[Frame], data: st.DataObject
@@ -352,7 +352,7 @@ def test_nothing_is_written_before_a_flush_and_all_of_it_by_close(noting: Noting
     noting.journal.close()  # harmless
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(frames=histories, cut=st.integers(0, 200), more=st.lists(frames_after, max_size=4))
 def test_a_journal_goes_on_after_its_end_was_torn(
     tmp_path_factory: pytest.TempPathFactory, frames: list[Frame], cut: int, more: list[Frame]

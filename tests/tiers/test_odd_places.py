@@ -696,3 +696,48 @@ def test_a_file_too_short_for_an_extent_is_moved_and_not_removed(place: DiskPlac
     assert place.open(16).present(KEYS) == [True] * 8
     place.check_books()
     assert [path.read_text() for path in (place.path / "strays").iterdir()] == ["somebody's"]
+
+
+def test_an_extent_of_the_last_number_stops_nothing(place: DiskPlace) -> None:
+    """New extents got numbers that no place can hold: every write that needed room failed."""
+    place.open(16).write(KEYS[:2])
+    place.close()
+    for number in ("2147483647", "2147483646"):
+        planted = place.path / f"extents/{number}-8192.kv"
+        planted.write_bytes(bytes(8192))
+        driver = place.open(16)
+        new = [key_of(f"{number} {idx}") for idx in range(16)]
+        assert {r.outcome for r in driver.write(new)} == {"done"}
+        assert sum(driver.present(new)) >= 12
+        planted.unlink(missing_ok=True)
+        place.close()
+
+
+def test_a_file_that_has_a_new_extents_name_is_not_replaced(place: DiskPlace) -> None:
+    """Somebody put it there while the engine ran."""
+    driver = place.open(16)
+    driver.write(KEYS[:1])
+    (first,) = place.extents()
+    taken = Path(first.path.replace("00000000-", "00000001-"))
+    taken.write_text("somebody's")
+    driver.write(KEYS)
+    place.clock.advance(2.0)
+    assert {r.outcome for r in driver.write([key_of("new")])} == {"done"}
+    assert taken.read_text() == "somebody's"
+
+
+@pytest.mark.parametrize("wall_s", [-1e9, 5e9, 1e30])
+def test_a_clock_that_is_far_off_does_no_harm(place: DiskPlace, wall_s: float) -> None:
+    """Beyond what a column holds the books were left half changed: slots were given away twice,
+    and good records set aside."""
+    driver = place.open(16)
+    driver.write(KEYS[:4])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place.clock, "wall", lambda: wall_s)
+        assert {r.outcome for r in driver.write(KEYS[4:])} == {"done"}
+        assert driver.read(KEYS)[0].done
+        driver.touch(KEYS)
+        place.check_books()
+    assert driver.read(KEYS)[0].done
+    place.check_books()
+    assert place.open(16).read(KEYS)[0].done

@@ -326,7 +326,7 @@ class SpaceMachine(RuleBasedStateMachine):
 
 
 TestSpaceMachine = SpaceMachine.TestCase
-TestSpaceMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSpaceMachine.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 # One extent.
@@ -419,4 +419,4 @@ class ExtentMachine(RuleBasedStateMachine):
 
 
 TestExtentMachine = ExtentMachine.TestCase
-TestExtentMachine.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestExtentMachine.settings = settings(max_examples=200, stateful_step_count=50)

@@ -856,6 +856,4 @@ class ArrayMachine(RuleBasedStateMachine):
 
 
 TestArrayMachine = ArrayMachine.TestCase
-TestArrayMachine.settings = hypothesis_settings(
-    max_examples=20, stateful_step_count=30, deadline=None
-)
+TestArrayMachine.settings = hypothesis_settings(max_examples=20, stateful_step_count=30)

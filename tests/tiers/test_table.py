@@ -399,7 +399,7 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTableMachine = TableMachine.TestCase
-TestTableMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestTableMachine.settings = settings(max_examples=80, stateful_step_count=40)
 
 
 @pytest.mark.parametrize("how", ["written", "loaded"])
