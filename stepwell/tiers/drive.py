@@ -322,10 +322,9 @@ class Drive:
             except ConfigError as error:
                 raise OSError(errno.EBUSY, str(error)) from error
             self._described.clear()
-            # Frames were dropped, and what lies there may be of an owner in between: should the
-            # new one fail, then rather none.
+            # Frames were dropped, and what lies there may be of an owner in between. Without an
+            # open file, none is left should the new one fail.
             self.ledger.journal.abandon()
-            self.ledger.journal.give_up()
             self._renew_again_s = 0.0
             if only_lock:
                 logger.warning("LOCK was removed and made again: path=%s", self._directory.path)
