@@ -104,6 +104,7 @@ class StoreDirectory:
         self.journal = os.path.join(path, "journal")
         self.lock = os.path.join(path, _LOCK)
         self._lock_fd = -1
+        self._lock_file: tuple[int, int] | None = None  # device and inode, while it is held
 
     def open(self) -> None:
         """Create or adopt the directory and become its one owner.
@@ -214,7 +215,7 @@ class StoreDirectory:
         """Give up ownership."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
-            self._lock_fd = -1
+            self._lock_fd, self._lock_file = -1, None
 
     def owner(self) -> int | None:
         """Process id of whoever owns the store at present, None if nobody does."""
@@ -446,6 +447,8 @@ class StoreDirectory:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         while True:
             self._lock_fd = os.open(self.lock, flags, 0o644)
+            status = os.fstat(self._lock_fd)
+            self._lock_file = (status.st_dev, status.st_ino)
             try:
                 fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -468,7 +471,7 @@ class StoreDirectory:
         """Whether the LOCK that lies there is the one that this process holds."""
         try:
             there = os.stat(self.lock, follow_symlinks=False)
-            return os.path.samestat(there, os.fstat(self._lock_fd))
+            return (there.st_dev, there.st_ino) == self._lock_file
         except OSError:
             return False
 

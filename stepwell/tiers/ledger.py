@@ -145,7 +145,7 @@ class Ledger:
     @property
     def num_slots(self) -> int:
         """Of all extents."""
-        return sum(extent.num_slots for extent in tuple(self._space.extents.values()))
+        return self._space.num_slots
 
     @property
     def num_aside(self) -> int:
@@ -327,7 +327,7 @@ class Ledger:
         """Which rows would leave without helping a wish for slots of a size: those of other
         sizes, where none of the extents of their size can be cleared.
         """
-        if all(extent.slot_bytes == slot_bytes for extent in self._space.extents.values()):
+        if self._space.only(slot_bytes):
             return None
         clearable = {slot_bytes: True}
 

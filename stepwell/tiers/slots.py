@@ -172,6 +172,8 @@ class SlotSpace:
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = 0
         """What the extents take, those that are being made included."""
+        self.num_slots = 0
+        """Of all extents."""
         self.extents: dict[int, Extent] = {}
         self._of_size: dict[int, list[Extent]] = {}
         self._next_id = 0
@@ -260,8 +262,12 @@ class SlotSpace:
     def drop(self, extent: Extent) -> None:
         """An extent's file is gone, or never came."""
         del self.extents[extent.extent_id]
-        self._of_size[extent.slot_bytes].remove(extent)
+        of_size = self._of_size[extent.slot_bytes]
+        of_size.remove(extent)
+        if not of_size:
+            del self._of_size[extent.slot_bytes]
         self.allocated_bytes -= extent.cost_bytes
+        self.num_slots -= extent.num_slots
 
     def trim(self, excess_bytes: int) -> tuple[Extent, int] | None:
         """Take free slots off the end of an extent; it and how many those are, or None."""
@@ -270,6 +276,7 @@ class SlotSpace:
             cut = min(tail, -(-excess_bytes // self.cost_of(extent.slot_bytes)))
             if cut:
                 extent.cut(cut)
+                self.num_slots -= cut
                 self.allocated_bytes -= cut * self.cost_of(extent.slot_bytes)
                 return extent, cut
         return None
@@ -278,11 +285,14 @@ class SlotSpace:
         """Slots could not be taken off after all."""
         first = extent.num_slots
         extent.num_slots += count
+        self.num_slots += count
         extent.release(first, count)
         self.allocated_bytes += count * self.cost_of(extent.slot_bytes)
 
     def empty_extent(self, except_slot_bytes: int = 0) -> Extent | None:
         """An extent without records, of another slot size; None if there is none."""
+        if self.only(except_slot_bytes):
+            return None
         return next(
             (
                 extent
@@ -291,6 +301,10 @@ class SlotSpace:
             ),
             None,
         )
+
+    def only(self, slot_bytes: int) -> bool:
+        """Whether no extent has slots of another size."""
+        return self._of_size.keys() <= {slot_bytes}
 
     def emptiest_first(self, slot_bytes: int) -> list[Extent]:
         """The extents of a slot size, the one with the fewest records first."""
@@ -307,6 +321,7 @@ class SlotSpace:
         self.extents[extent.extent_id] = extent
         self._of_size.setdefault(extent.slot_bytes, []).append(extent)
         self.allocated_bytes += extent.cost_bytes
+        self.num_slots += extent.num_slots
         self.avoid_id(extent.extent_id)
 
     def avoid_id(self, extent_id: int) -> None:

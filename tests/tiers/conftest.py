@@ -198,6 +198,7 @@ def check_slots(ledger: Ledger, *, settled: bool = True) -> None:
     used_bytes = sum(costs[place] for place in taken)
     assert ledger.used_bytes == used_bytes
     assert ledger.allocated_bytes == sum(costs.values())
+    assert ledger.num_slots == len(every)
     assert len(ledger) == sum(table.state(row) is State.PRESENT for row in rows)
     assert len(ledger) == len(table._policy), "who may leave is not who is there"
 
