@@ -315,7 +315,7 @@ class Pipeline:
                 self._context.metrics,
                 self.tiers[tier_idx].name,
                 Direction.WRITE,
-                [(request.chunks[idx], _NOT_ADMITTED) for idx in idxs],
+                [(len(request.chunks[idx].buffer), _NOT_ADMITTED) for idx in idxs],
             )
         for tier_idx, idxs in plan.targets.items():
             self._submit(tier_idx, request, Direction.WRITE, idxs)

@@ -113,7 +113,7 @@ class GuardedTier:
 
     def _refuse(self, job: Job) -> None:
         result = _REFUSED[job.direction]
-        refused = [(chunk, result) for chunk in job.chunks]
+        refused = [(len(chunk.buffer), result) for chunk in job.chunks]
         count_results(self._metrics, self.name, job.direction, refused)
         num_chunks = len(job.chunks)
         self._refused.append(

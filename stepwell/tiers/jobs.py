@@ -71,6 +71,8 @@ class _Running:
     """A job that has not ended.
 
     Attributes:
+        sizes: bytes of each chunk's buffer, which may be released by whoever owns it: what is kept
+            of a job must not depend on that.
         results: per chunk; None until it is known.
         taken: per chunk, whether a thread has it or its result is known.
         next_idx: no chunk before this waits any more.
@@ -80,6 +82,7 @@ class _Running:
 
     job: Job
     submitted_s: float
+    sizes: Sequence[int]
     results: list[ChunkResult | None]
     taken: bytearray
     waiting_bytes: int
@@ -100,7 +103,7 @@ class _Running:
     def take(self, idx: int) -> None:
         """A thread has the chunk, or its result is known."""
         self.taken[idx] = 1
-        self.waiting_bytes -= len(self.job.chunks[idx].buffer)
+        self.waiting_bytes -= self.sizes[idx]
         while self.next_idx < len(self.taken) and self.taken[self.next_idx]:
             self.next_idx += 1
 
@@ -198,12 +201,14 @@ class JobRunner:
         if not job.chunks:
             raise ValueError(f"a job has at least one chunk: job_id={job.job_id}")
         num_chunks = len(job.chunks)
+        sizes = [len(chunk.buffer) for chunk in job.chunks]
         running = _Running(
             job,
             self._clock.monotonic(),
+            sizes,
             [None] * num_chunks,
             bytearray(num_chunks),
-            sum(len(chunk.buffer) for chunk in job.chunks),
+            sum(sizes),
             num_chunks,
         )
         refused: Sequence[int] = ()
@@ -352,11 +357,7 @@ class JobRunner:
             if isinstance(taken, tuple):
                 running, idxs = taken
                 results = self._run(running.job, idxs)
-                ended = list(zip(idxs, results, strict=True))
-                try:
-                    self._serve(thread_idx, running, ended)
-                except Exception:  # counted: a buffer was released under way, say
-                    self._count_internal_error("serve")
+                self._serve(thread_idx, running, list(zip(idxs, results, strict=True)))
                 self._run_aside(thread_idx, self._work.settle)
             else:
                 self._run_aside(thread_idx, taken)
@@ -380,10 +381,10 @@ class JobRunner:
             for other, other_idx in others:
                 found = self._joined(job.chunks[idx], result, other.job, other_idx)
                 self._end_chunks(other, [(other_idx, found)])
+        self._end_chunks(running, ended)
         if job.direction is Direction.WRITE:
             for key, (_, result) in zip(keys, ended, strict=True):
                 self._end_joined_writes(thread_idx, key, result)
-        self._end_chunks(running, ended)
 
     def _end_joined_writes(self, thread_idx: int, key: Key, result: ChunkResult) -> None:
         """Others wanted the same chunk written: it is there, unless it was deleted meanwhile."""
@@ -498,7 +499,7 @@ class JobRunner:
         chunks = running.job.chunks
         while running.waiting and len(idxs) < _BATCH_CHUNKS:
             idx = running.next_idx
-            batch_bytes += len(chunks[idx].buffer)
+            batch_bytes += running.sizes[idx]
             if idxs and batch_bytes > _BATCH_BYTES:
                 break
             if queue is self._reads:
@@ -529,14 +530,14 @@ class JobRunner:
         self, running: _Running, ended: Sequence[_Ended], *, use_later: bool = False
     ) -> None:
         job = running.job
-        found = [(job.chunks[idx], result) for idx, result in ended]
+        found = [(running.sizes[idx], result) for idx, result in ended]
         count_results(self._metrics, self._work.name, job.direction, found)
         with self._changed:
-            for (idx, _), (chunk, result) in zip(ended, found, strict=True):
+            for idx, result in ended:
                 running.results[idx] = result
-                running.moved_bytes += len(chunk.buffer) if result == DONE else 0
+                running.moved_bytes += running.sizes[idx] if result == DONE else 0
                 if job.direction is Direction.WRITE and result.reason is not Reason.QUEUE_FULL:
-                    self._inflight_writes_bytes -= len(chunk.buffer)
+                    self._inflight_writes_bytes -= running.sizes[idx]
             running.remaining -= len(ended)
             over = bool(ended) and not running.remaining
         if over:

@@ -4,7 +4,7 @@ import errno
 from collections import Counter
 from collections.abc import Sequence
 
-from stepwell.core.types import Chunk, ChunkResult, Direction, Outcome, Reason
+from stepwell.core.types import ChunkResult, Direction, Outcome, Reason
 from stepwell.metrics import Metrics
 
 __all__ = ["ALREADY_THERE", "DONE", "NO_ROOM", "count_results", "read_failure", "write_refusal"]
@@ -18,15 +18,17 @@ def count_results(
     metrics: Metrics,
     tier: str,
     direction: Direction,
-    found: Sequence[tuple[Chunk, ChunkResult]],
+    found: Sequence[tuple[int, ChunkResult]],
 ) -> None:
-    """Count chunks' results; a TOUCH moves nothing and is not counted."""
+    """Count chunks' results, each with the chunk's bytes; a TOUCH moves nothing, and is not
+    counted.
+    """
     if direction is Direction.TOUCH:
         return
     chunks = Counter((result.outcome, result.reason) for _, result in found)
     for (outcome, reason), count in chunks.items():
         metrics.add(f"{direction}_chunks", (tier, outcome, reason), count)
-    num_bytes = sum(len(chunk.buffer) for chunk, result in found if result == DONE)
+    num_bytes = sum(size_bytes for size_bytes, result in found if result == DONE)
     if num_bytes:
         metrics.add(f"{direction}_bytes", (tier,), num_bytes)
 

@@ -172,7 +172,11 @@ class StripedTier:
         for part in parts:
             part.sort()  # in prefix order, whether a chunk is new or was there
         # What no drive will count.
-        nowhere = [(job.chunks[idx], whole.results[idx]) for idx in left if idx not in whole.placed]
+        nowhere = [
+            (len(job.chunks[idx].buffer), whole.results[idx])
+            for idx in left
+            if idx not in whole.placed
+        ]
         count_results(self._metrics, self.name, job.direction, nowhere)
         return parts
 

@@ -893,3 +893,22 @@ def test_a_copy_that_joins_a_read_takes_its_use_from_nobody(make: Callable[..., 
     assert results[5].done
     assert results[6].done
     assert bench.used[1:] == [[key_of("a")]]
+
+
+def test_a_buffer_that_is_released_under_way_stops_no_thread(make: Callable[..., Bench]) -> None:
+    """Its length could not be asked any more, which ended one thread after the other, and left
+    what waited for the same chunk to wait for ever."""
+    bench = make(1)
+    bench.block()
+    for direction in (READ, WRITE):
+        bad = Chunk(key_of(f"bad {direction}"), memoryview(bytearray(MIB)))
+        for job_id in (f"{direction} 1", f"{direction} 2"):
+            chunks = [bad, Chunk(key_of(job_id), memoryview(bytearray(MIB)))]
+            bench.runner.submit(Job(hash(job_id), direction, chunks, 60.0))
+        bad.buffer.release()
+    bench.gate.set()
+    wait_until(lambda: not bench.runner.unfinished)
+    assert len(bench.runner.poll()) == 5, "and the one that kept the thread busy"
+    bench.submit(9, ["after"])
+    assert bench.wait()[9].done
+    assert bench.runner._inflight_writes_bytes == 0
