@@ -437,7 +437,7 @@ class StepwellTier(SecondaryTierManager):
         # chunk that could not be read is not offered again, or the request circles for ever.
         state = self._requests.get(job.req_context.req_id) or _Books()
         try:
-            store_job_id = self._begin(job, direction, state)
+            store_job_id, keys = self._begin(job, direction, state)
         except Exception:  # counted as internal_errors
             self.on_internal_error(f"submit_{direction}")
             if direction is Direction.READ:
@@ -447,27 +447,37 @@ class StepwellTier(SecondaryTierManager):
         else:
             self._jobs[store_job_id] = _JobInfo(
                 job.job_id,
-                list(job.keys),
+                keys,
                 state,
                 is_load=direction is Direction.READ,
                 late=job.req_context.req_id not in self._requests,
             )
 
-    def _begin(self, job: TransferJob, direction: Direction, state: _Books) -> int:
+    def _begin(
+        self, job: TransferJob, direction: Direction, state: _Books
+    ) -> tuple[int, list[OffloadKey]]:
+        """Returns the store's number of the job, and its keys in the order of its results."""
         if self._root is None:
             raise StepwellError("no request was announced")
-        keys = [make_key(self._root, key) for key in job.keys]
         position = job.req_context.get_offload_key_position
+        # vLLM hands over sets. In the order of the prefix its chunks become neighbours, drives
+        # take turns over it, and what is refused is its end.
+        parts = sorted(
+            (position(key) or 0, key, int(row))
+            for key, row in zip(job.keys, job.chunk_ids, strict=True)
+        )
+        order = [key for _, key, _ in parts]
+        keys = [make_key(self._root, key) for key in order]
         chunks = [
-            Chunk(full_key, self._row(int(row)), position(key) or 0)
-            for key, full_key, row in zip(job.keys, keys, job.chunk_ids, strict=True)
+            Chunk(full_key, self._row(row), end_token)
+            for full_key, (end_token, _, row) in zip(keys, parts, strict=True)
         ]
         # Neither what is about to be read nor the beginning of a prefix whose end is still
         # being written may be evicted meanwhile.
         state.leases.append(self._store.acquire(keys, _LEASE_S))
         if direction is Direction.READ:
-            return self._store.read(chunks, self._settings.read_deadline_s)
-        return self._store.write(chunks, self._settings.write_deadline_s)
+            return self._store.read(chunks, self._settings.read_deadline_s), order
+        return self._store.write(chunks, self._settings.write_deadline_s), order
 
     def _row(self, row_idx: int) -> memoryview:
         begin = row_idx * self._row_bytes

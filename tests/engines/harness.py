@@ -160,6 +160,7 @@ class Record:
     offset: int
     size_bytes: int
     key: Key
+    end_token: int
 
     def read(self) -> bytes:
         """Its bytes, header and payload."""
@@ -184,6 +185,7 @@ def records(path: Path) -> list[Record]:
         extent_id, slot_idx = slot_of(place)
         extent = extents[extent_id]
         offset = slot_idx * extent.slot_bytes
-        record = Record(Path(extent.path), offset, extent.slot_bytes, Key(b""))
-        found.append(replace(record, key=Header.unpack(record.read()).key))
+        record = Record(Path(extent.path), offset, extent.slot_bytes, Key(b""), 0)
+        header = Header.unpack(record.read())
+        found.append(replace(record, key=header.key, end_token=header.end_token))
     return found

@@ -24,7 +24,10 @@ def test_a_fresh_process_reads_what_an_earlier_one_wrote(
     first.call("drain")
     first.stop()
     first.close()
-    assert len(records(tmp_path / "kv")) == 7 + 4
+    # In the order of its prefix each, although vLLM hands over sets: neighbours are read at once.
+    ends = [record.end_token for record in records(tmp_path / "kv")]
+    long, short = ([BLOCK_TOKENS * (idx + 1) for idx in range(n)] for n in (7, 4))
+    assert ends in (long + short, short + long)
 
     second = new_process()
     second.start(model, transfer_config(tmp_path / "kv"))
