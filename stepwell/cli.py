@@ -186,6 +186,7 @@ def _bench_storage(arguments: argparse.Namespace) -> int:
         "size": arguments.size,
         "rounds": arguments.rounds,
         "threads": arguments.threads,
+        "small_pages": arguments.small_pages,
     }
     known = {name: value for name, value in given.items() if value not in (None, ())}
     result = run_storage(StorageOptions(**known))
@@ -575,3 +576,8 @@ Exit status: 0 it was measured, whatever the figures are, 2 it could not be.""",
     parser.add_argument(
         "--threads", type=int, metavar="N", help="threads of the disk tier (default 8)"
     )
+    parser.add_argument(
+        "--small-pages", action="store_true",
+        help="buffers in memory pages of 4KiB; without, in huge pages where the system has them, "
+        "which takes less CPU",
+    )  # fmt: skip

@@ -1,12 +1,12 @@
 """Runs what the manager plans: reads, writes, promotions and demotions, as jobs of the tiers."""
 
 import logging
-import mmap
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from stepwell.core.keys import ENGINE_KEY_MAX_BYTES, ROOT_BYTES, Key
+from stepwell.core.memory import aligned_memory
 from stepwell.core.types import (
     Chunk,
     ChunkResult,
@@ -447,7 +447,7 @@ class Pipeline:
                 self._drop_demotion(demotion, ChunkResult(Outcome.FULL, demotion.reason))
                 continue
             try:
-                staging = memoryview(mmap.mmap(-1, demotion.size_bytes))  # page-aligned
+                staging = aligned_memory(demotion.size_bytes)
             except (OSError, ValueError):
                 self._drop_demotion(demotion, ChunkResult(Outcome.FAILED, Reason.INTERNAL))
                 continue

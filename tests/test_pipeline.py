@@ -681,7 +681,7 @@ def test_no_staging_memory_is_to_be_had(
         def fail(*_: object) -> None:
             raise OSError(12, "Cannot allocate memory")
 
-        patch.setattr(pipeline.mmap, "mmap", fail)
+        patch.setattr(pipeline, "aligned_memory", fail)
         rig.store.write([Chunk(KEYS[1], memoryview(payload_of(KEYS[1], SIZE)))])
         assert [result.done for result in rig.store.drain(WAIT_S)] == [True]
         rig.settle()

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import mmap
 import statistics
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from stepwell.bench.procs import io_counters
 from stepwell.bench.progress import Progress
 from stepwell.bench.workplace import check_folder, signals_as_exceptions, working_folders
 from stepwell.core.keys import Key, Root, make_key
+from stepwell.core.memory import aligned_memory
 from stepwell.core.types import Chunk, Direction, Job
 from stepwell.errors import ConfigError, TierError
 from stepwell.settings import format_bytes, parse_path, parse_size
@@ -139,7 +139,7 @@ def probe(store: str, num_chunks: int, chunk_bytes: int) -> None:
     tier = _open(Path(store), num_chunks, chunk_bytes)
     open_s = time.perf_counter() - began_s
     try:
-        buffer = memoryview(mmap.mmap(-1, chunk_bytes))
+        buffer = aligned_memory(chunk_bytes)
         _run(tier, [Job(0, Direction.READ, [Chunk(_key(num_chunks // 2), buffer)], _WAIT_S)])
         first_hit_s = time.perf_counter() - began_s
         gc.collect()
@@ -187,7 +187,7 @@ def _open(store: Path, num_chunks: int, chunk_bytes: int) -> DiskTier:
 
 
 def _fill(store: Path, num_chunks: int, chunk_bytes: int, progress: Progress) -> float:
-    payload = memoryview(mmap.mmap(-1, chunk_bytes))
+    payload = aligned_memory(chunk_bytes)
     began_s = time.perf_counter()
     tier = _open(store, num_chunks, chunk_bytes)
     try:

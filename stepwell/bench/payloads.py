@@ -5,12 +5,12 @@ One block of random words is made once; each chunk of each generation is that bl
 deduplicating drive finds anything in it.
 """
 
-import mmap
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from stepwell.core.memory import aligned_memory
 from stepwell.core.record import PAGE_BYTES
 from stepwell.core.types import Reason
 from stepwell.errors import DataError
@@ -28,17 +28,18 @@ class Payloads:
     Args:
         num_chunks: >= 1.
         chunk_bytes: a multiple of 4096.
+        huge_pages: whether to ask for huge pages, or to do without.
 
     Raises:
         ValueError: no chunks, or another length.
     """
 
-    def __init__(self, num_chunks: int, chunk_bytes: int) -> None:
+    def __init__(self, num_chunks: int, chunk_bytes: int, *, huge_pages: bool = True) -> None:
         if num_chunks < 1 or chunk_bytes < PAGE_BYTES or chunk_bytes % PAGE_BYTES:
             raise ValueError(f"no buffers: num_chunks={num_chunks} chunk_bytes={chunk_bytes}")
         self.num_chunks = num_chunks
         self.chunk_bytes = chunk_bytes
-        self._memory = mmap.mmap(-1, num_chunks * chunk_bytes)  # whole pages, page-aligned
+        self._memory = aligned_memory(num_chunks * chunk_bytes, huge=huge_pages)
         num_pages = chunk_bytes // PAGE_BYTES
         words = PAGE_BYTES // _WORD_BYTES
         self._chunks = np.frombuffer(self._memory, np.uint64).reshape(num_chunks, num_pages, words)
@@ -51,10 +52,15 @@ class Payloads:
         """Bytes of all chunks."""
         return self.num_chunks * self.chunk_bytes
 
+    @property
+    def memory(self) -> memoryview:
+        """All buffers, one behind the other."""
+        return self._memory
+
     def chunk(self, idx: int) -> memoryview:
         """The buffer of one chunk; always the same memory."""
         start = idx * self.chunk_bytes
-        return memoryview(self._memory)[start : start + self.chunk_bytes]
+        return self._memory[start : start + self.chunk_bytes]
 
     def halves(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """The first and the second half of all the memory, to copy from one to the other."""

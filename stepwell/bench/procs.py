@@ -4,6 +4,8 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
+
 _PROC = Path("/proc")
 _SHM_PREFIX = "/dev/shm/vllm_offload_"
 
@@ -50,6 +52,27 @@ def io_counters() -> dict[str, int]:
     except OSError:
         return {}
     return {name: int(value) for name, value in (line.split(": ", 1) for line in lines)}
+
+
+def huge_page_bytes(view: memoryview) -> int:
+    """How much of this process's memory lies in huge pages; whole mappings are looked at.
+
+    Of AnonHugePages and ShmemPmdMapped in /proc/self/smaps; 0 if the kernel does not say.
+    """
+    begin = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    try:
+        lines = (_PROC / "self" / "smaps").read_text().splitlines()
+    except OSError:
+        return 0
+    inside, found = False, 0
+    for line in lines:
+        words = line.split()
+        if not words[0].endswith(":"):  # a mapping begins: its addresses
+            low, _, high = words[0].partition("-")
+            inside = int(low, 16) < begin + len(view) and begin < int(high, 16)
+        elif inside and words[0] in ("AnonHugePages:", "ShmemPmdMapped:"):
+            found += int(words[1]) * 1024
+    return min(found, len(view))
 
 
 def offload_files(pids: Iterable[int]) -> set[Path]:

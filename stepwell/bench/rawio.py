@@ -5,7 +5,6 @@ so that what remains between them and the tier is what the tier costs.
 """
 
 import itertools
-import mmap
 import os
 import threading
 import time
@@ -17,6 +16,7 @@ import numpy as np
 
 from stepwell.bench.payloads import Payloads
 from stepwell.bench.storage_results import Section
+from stepwell.core.memory import aligned_memory
 from stepwell.core.record import PAGE_BYTES, payload_checksum
 from stepwell.core.types import Direction
 
@@ -301,7 +301,7 @@ def direct_works(folder: Path) -> bool:
         OSError: nothing can be written there at all.
     """
     path = folder / "probe"
-    page = memoryview(mmap.mmap(-1, PAGE_BYTES))
+    page = aligned_memory(PAGE_BYTES)
     path.touch()
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)

@@ -22,6 +22,7 @@ from typing import ClassVar, Protocol
 
 from stepwell.bench import machine
 from stepwell.bench.payloads import Payloads
+from stepwell.bench.procs import huge_page_bytes
 from stepwell.bench.progress import Progress
 from stepwell.bench.rawio import (
     DEPTHS,
@@ -81,6 +82,7 @@ class StorageOptions:
         size: what a round moves; memory of that size is taken as well.
         rounds: after the first fill, at least 1.
         threads: of the tier.
+        small_pages: buffers in pages of 4 KiB, instead of huge ones where the system has them.
     """
 
     paths: tuple[str, ...] = ()
@@ -90,6 +92,7 @@ class StorageOptions:
     size: str = "4GiB"
     rounds: int = 3
     threads: int = 8
+    small_pages: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +221,21 @@ def run_storage(options: StorageOptions) -> StorageResult:
         direct = all(direct_works(folder) for folder in folders)
         configuration = _configuration(options, plan)
         tier_direct = True
+        huge_bytes, buffer_bytes = 0, 0
         for shape in plan.shapes:
             run = _ShapeRun(options, shape, folders, direct, progress)
             rows += run.rows()
             tier_direct = tier_direct and run.tier_direct
-    return StorageResult(tuple(rows), configuration, direct, tier_direct)
+            huge_bytes += run.huge_bytes
+            buffer_bytes += shape.num_chunks * shape.chunk_bytes
+    return StorageResult(
+        tuple(rows),
+        configuration,
+        direct,
+        tier_direct,
+        huge_bytes / buffer_bytes,
+        options.small_pages,
+    )
 
 
 def check_options(options: StorageOptions) -> _Plan:
@@ -318,16 +331,20 @@ class _ShapeRun:
         progress: Progress,
     ) -> None:
         self.tier_direct = False
+        self.huge_bytes = 0
         self._options = options
         self._shape = shape
         self._direct = direct
         self._progress = progress
         self._folders = folders
-        self._payloads = Payloads(shape.num_chunks, shape.chunk_bytes)
+        self._payloads = Payloads(
+            shape.num_chunks, shape.chunk_bytes, huge_pages=not options.small_pages
+        )
 
     def rows(self) -> list[Row]:
         """Measure; makes its own folders and removes them, so that the next has the room."""
         self._payloads.fill(0)
+        self.huge_bytes = huge_page_bytes(self._payloads.memory)
         with self._subfolders("sweep") as folders:
             depths = self._sweep(folders)
         with (

@@ -50,6 +50,8 @@ def storage_json(result: StorageResult) -> dict[str, object]:
             for each in promises(result.rows)
         ],
         "notes": notes(result),
+        "huge_pages_share": result.huge_share,
+        "small_pages": result.small_pages,
         "configuration": dict(result.configuration),
     }
 
@@ -146,6 +148,8 @@ def _configuration(result: StorageResult) -> str:
         f"{plural(c['jobs'], 'job')} in flight, {plural(c['tier_threads'], 'tier thread')}; first "
         f"fill and {plural(c['rounds'], 'round')}, raw file, tier and file per chunk in rotating "
         "order",
+        f"{result.huge_share:.0%} of the buffers in huge pages"
+        f"{', as asked for' if result.small_pages else ''}",
     ]
     return "\n".join(lines)
 

@@ -31,6 +31,7 @@ CHECKSUM = "checksum"
 
 _GB = 1e9
 _COLD_SHARE = 0.99  # of a cold read's bytes a drive must have delivered
+_HUGE_SHARE = 0.9  # of the buffers that should lie in huge pages
 _NOISY_SPREAD = 0.25  # (highest - lowest) / median of the raw file's rounds
 
 # The promises of the disk tier.
@@ -174,12 +175,16 @@ class StorageResult:
         configuration: everything else that one needs to repeat it; JSON values.
         direct: whether O_DIRECT was used by raw file and file per chunk.
         tier_direct: whether the tier says that it uses O_DIRECT.
+        huge_share: of the buffers, in huge pages, 0 to 1.
+        small_pages: whether small ones were asked for.
     """
 
     rows: tuple[Row, ...]
     configuration: Mapping[str, object]
     direct: bool
     tier_direct: bool
+    huge_share: float
+    small_pages: bool
 
 
 def make_row(
@@ -239,6 +244,13 @@ def notes(result: StorageResult) -> list[str]:
             f"WITHOUT O_DIRECT for {who}: writes go to the page cache, so their figures are "
             "those of memory; before each reading the files were written down (fdatasync) and "
             "dropped from the page cache (POSIX_FADV_DONTNEED)."
+        )
+    if result.huge_share < _HUGE_SHARE and not result.small_pages:
+        found.append(
+            f"SMALL PAGES: {result.huge_share:.0%} of the buffers lie in huge pages, so that every "
+            "figure of CPU is higher than it need be. "
+            "/sys/kernel/mm/transparent_hugepage/enabled should say `madvise` or `always`, and "
+            "memory must not be too fragmented."
         )
     warm = [format_bytes(row.chunk_bytes) for row in result.rows if row.cold is False]
     if warm:

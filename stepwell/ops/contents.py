@@ -6,7 +6,6 @@ is read instead, as an engine does when it starts.
 
 import contextlib
 import errno
-import mmap
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.core.keys import fingerprint
+from stepwell.core.memory import aligned_memory
 from stepwell.core.record import PAGE_BYTES, Header
 from stepwell.errors import DataError
 from stepwell.tiers import blockio
@@ -247,7 +247,7 @@ def _open_direct(path: str) -> int:
     fd = open_in_folder(path, _OPEN_FLAGS | os.O_DIRECT)
     try:
         # Some file systems open the file and then refuse to read it.
-        os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0)
+        os.preadv(fd, [aligned_memory(PAGE_BYTES)], 0)
     except OSError as error:
         if error.errno == errno.EINVAL:
             os.close(fd)

@@ -1,7 +1,6 @@
 """Reading records whole and saying what is wrong with them, on several threads."""
 
 import errno
-import mmap
 import os
 import threading
 from collections import deque
@@ -15,6 +14,7 @@ import xxhash
 
 from stepwell.core.identity import Identity
 from stepwell.core.keys import Root, fingerprint, root_of
+from stepwell.core.memory import aligned_memory
 from stepwell.core.record import HEADER_BYTES, PAGE_BYTES, Header, record_bytes
 from stepwell.core.types import Reason
 from stepwell.errors import DataError
@@ -276,7 +276,7 @@ def _pieces(fd: int, offset: int, length: int) -> Iterator[memoryview]:
     """Up to ``length`` bytes, whole pages, from ``offset`` on; a piece is valid until the next."""
     buffer: memoryview | None = getattr(_local, "buffer", None)
     if buffer is None:  # aligned, as O_DIRECT wants it
-        buffer = _local.buffer = memoryview(mmap.mmap(-1, _PIECE_BYTES))
+        buffer = _local.buffer = aligned_memory(_PIECE_BYTES)
     while length > 0:
         wanted = min(length, _PIECE_BYTES)
         done = os.preadv(fd, [buffer[:wanted]], offset)

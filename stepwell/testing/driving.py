@@ -1,12 +1,12 @@
 """Keys, payloads, and a driver that runs a tier's jobs and watches that each is reported once."""
 
 import hashlib
-import mmap
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from stepwell.core.keys import Key, Root, make_key
+from stepwell.core.memory import aligned_memory
 from stepwell.core.types import Chunk, ChunkResult, Direction, Job, JobResult, Lookup
 from stepwell.tiers.base import Tier
 
@@ -30,7 +30,7 @@ def payload_of(key: Key, length: int) -> bytes:
 
 def buffer_of(length: int, content: bytes = b"", offset: int = 0) -> memoryview:
     """A writable buffer, ``offset`` bytes into a memory page: ``content``, then zeros."""
-    view = memoryview(mmap.mmap(-1, max(length + offset, 1)))[offset : offset + length]
+    view = aligned_memory(max(length + offset, 1))[offset : offset + length]
     view[: len(content)] = content
     return view
 

@@ -1,13 +1,13 @@
 """Reading and writing runs of neighbouring records, past the page cache where possible."""
 
 import errno
-import mmap
 import os
 import threading
 from collections.abc import Sequence
 
 import numpy as np
 
+from stepwell.core.memory import aligned_memory
 from stepwell.core.record import HEADER_BYTES, PAGE_BYTES, pad_to_page
 
 __all__ = [
@@ -181,10 +181,10 @@ def _rest(pieces: Sequence[memoryview], done_bytes: int) -> list[memoryview]:
 
 
 def _scratch(size_bytes: int) -> memoryview:
-    # One page-aligned buffer per thread, grown when needed and kept: mmap returns whole pages.
+    # One page-aligned buffer per thread, grown when needed and kept.
     view: memoryview | None = getattr(_local, "view", None)
     if view is None or len(view) < size_bytes:
-        view = memoryview(mmap.mmap(-1, size_bytes))
+        view = aligned_memory(size_bytes)
         _local.view = view
     return view[:size_bytes]
 

@@ -68,7 +68,10 @@ def test_the_command_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     out, err = capsys.readouterr()
     assert err == ""
     report = json.loads(out)
-    assert set(report) == {"rows", "promises", "notes", "configuration"}
+    assert set(report) == {
+        "rows", "promises", "notes", "huge_pages_share", "small_pages", "configuration",
+    }  # fmt: skip
+    assert 0 <= report["huge_pages_share"] <= 1
     assert [row["op"] for row in report["rows"]] == [FIRST_FILL, WRITE, READ]
     for row in report["rows"]:
         assert set(row) == ROW_KEYS | MORE_ROW_KEYS
@@ -125,6 +128,7 @@ def test_the_command_as_text(
     assert "2 jobs in flight, 8 tier threads; first fill and 1 round, raw file" in configuration
     assert "chunks of 1.0 MiB: 16 a round, 16.0 MiB, 8 in a job" in configuration
     assert "chunks of 8.0 MiB: 2 a round, 16.0 MiB, 1 in a job" in configuration
+    assert "% of the buffers in huge pages" in configuration
     assert [line[:10].strip() for line in table.splitlines()[2:]] == [
         "first fill", "write", "cold read",
     ] * 2  # fmt: skip
@@ -134,6 +138,14 @@ def test_the_command_as_text(
     assert all(line.split("  ")[0] in ("met", "NOT MET", "not measured") for line in lines)
     assert max(map(len, out.splitlines())) < 130
     assert list(tmp_path.iterdir()) == []
+
+
+def test_small_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "storage", "--path", str(tmp_path), *SMALL, "--small-pages"]
+    assert cli.main(command) == 0
+    out = capsys.readouterr().out
+    assert "\n0% of the buffers in huge pages, as asked for\n" in out
+    assert "SMALL PAGES" not in out
 
 
 def test_jobs_in_flight_are_never_more_and_every_chunk_moves_once(
@@ -648,8 +660,14 @@ def a_row(
     )
 
 
-def a_result(*rows: Row, direct: bool = True, tier_direct: bool = True) -> StorageResult:
-    return StorageResult(rows, {}, direct, tier_direct)
+def a_result(
+    *rows: Row,
+    direct: bool = True,
+    tier_direct: bool = True,
+    huge_share: float = 1.0,
+    small_pages: bool = False,
+) -> StorageResult:
+    return StorageResult(rows, {}, direct, tier_direct, huge_share, small_pages)
 
 
 def test_a_row_of_three_rounds() -> None:
@@ -756,6 +774,9 @@ def test_two_drives_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (a_result(a_row(READ, 3, 4, 3), tier_direct=False), ["WITHOUT O_DIRECT for the tier"]),
     (a_result(a_row(READ, 3, 4, 3, drive=0)), ["NOT COLD at 8.0 MiB"]),
     (a_result(a_row(WRITE, 3, 4, 3, drive=0)), []),
+    (a_result(a_row(WRITE, 3, 4, 3), huge_share=0.9), []),
+    (a_result(a_row(WRITE, 3, 4, 3), huge_share=0.89), ["SMALL PAGES: 89% of the buffers"]),
+    (a_result(a_row(WRITE, 3, 4, 3), huge_share=0.0, small_pages=True), []),
 ])  # fmt: skip
 def test_notes(result: StorageResult, expected: list[str]) -> None:
     found = notes(result)
