@@ -25,22 +25,21 @@ from stepwell.policy.breaker import Breaker, State
 from stepwell.settings import Settings
 from stepwell.store import Store
 from stepwell.testing import (
+    BoundedTierContract,
     Driver,
     FaultyTier,
-    TierContract,
     buffer_of,
     key_of,
     payload_of,
     tier_machine,
 )
+from stepwell.testing.stalling import stalled_calls
 from stepwell.tiers import blockio, drive, host, jobs
 from stepwell.tiers.base import Tier, TierContext
 from stepwell.tiers.disk import DiskTier, slot_cost_bytes
 from stepwell.tiers.guarded import GuardedTier
 from stepwell.tiers.host import HostTier
 from stepwell.tiers.striped import StripedTier
-
-from .stalling import stalled_calls
 
 SIZE = 4096
 DONE = ChunkResult(Outcome.DONE)
@@ -54,7 +53,7 @@ KEYS = [key_of(idx) for idx in range(12)]
 # The contract.
 
 
-class TestOneDrive(TierContract):
+class TestOneDrive(BoundedTierContract):
     """A stripe of one drive is that drive, exactly."""
 
     persistent = True
@@ -98,7 +97,7 @@ class TestTwoDrives(TestOneDrive):
     num_drives = granularity = 2
 
 
-class TestThreeGuardedTiers(TierContract):
+class TestThreeGuardedTiers(BoundedTierContract):
     """Behind breakers, as a store has them, and of another kind."""
 
     granularity = 3
@@ -196,8 +195,11 @@ class Array:
         assert self.guards[drive_idx].breaker.state is State.OPEN
 
     def pass_time(self, seconds: float, hanging: int = -1) -> None:
-        """Time passes, once all other drives have ended what they were at."""
+        """Time passes, once all other drives have ended what they were at, and that one began."""
         others = [each for idx, each in enumerate(self.disks) if idx != hanging]
+        if hanging >= 0:
+            stuck = self.disks[hanging]
+            self.driver.wait_until(lambda: bool(stuck.under_way), "something that hangs")
         self.driver.wait_until(lambda: not any(each.under_way for each in others), "their rest")
         self.clock.advance(seconds)
         self.driver.collect()
