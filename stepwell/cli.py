@@ -1,4 +1,4 @@
-"""The command line: `stepwell demo`, `vllm-args`, `inspect`, `check` and `bench`.
+"""The command line: `stepwell demo`, `vllm-args`, `tiers`, `inspect`, `check` and `bench`.
 
 Parses and prints; what the commands do lies in `stepwell.ops`, `stepwell.bench` and
 `stepwell.engines`, imported only by the command that needs it.
@@ -39,6 +39,7 @@ _OPTIONS = {
     "path": "--path",
     "paths": "--path, once for each drive,",
     "capacity": "--capacity",
+    "url": "--url",
     "primary": "--primary",
     "cpu_bytes_to_use": "--primary",
 }
@@ -143,6 +144,7 @@ def _vllm_args(arguments: argparse.Namespace) -> int:
     config = kv_transfer_config(
         arguments.path,
         arguments.capacity,
+        url=arguments.url,
         primary=arguments.primary,
         cpu=arguments.cpu,
         settings=_assignments(arguments.set),
@@ -150,6 +152,13 @@ def _vllm_args(arguments: argparse.Namespace) -> int:
     # Without a blank and in ASCII: one word in any shell, whatever the path.
     text = json.dumps(config, separators=(",", ":"))
     _print(text if arguments.json else shlex.quote(text))
+    return EXIT_OK
+
+
+def _tiers(arguments: argparse.Namespace) -> int:
+    from stepwell.ops.tiers import tiers_json, tiers_text
+
+    _print(tiers_json() if arguments.json else tiers_text())
     return EXIT_OK
 
 
@@ -287,7 +296,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"stepwell {stepwell.__version__}")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for add in (_add_demo, _add_vllm_args, _add_inspect, _add_check, _add_bench):
+    for add in (_add_demo, _add_vllm_args, _add_tiers, _add_inspect, _add_check, _add_bench):
         add(commands)
     return parser
 
@@ -387,19 +396,26 @@ for JSON files.""",
 examples:
   stepwell vllm-args --path /mnt/nvme/kv --capacity 200GiB --primary 16GiB
       and paste what it prints:  vllm serve MODEL --kv-transfer-config '{...}'
+  stepwell vllm-args --url redis://10.0.0.7 --set host_capacity=20GiB
+      engines that share a Redis, with a tier of host memory above it
   config=$(stepwell vllm-args --path /mnt/nvme/kv --capacity 200GiB --json) &&
       vllm serve MODEL --kv-transfer-config "$config"
       in a script; the double quotes are needed, and without the && a wrong setting would start
       vLLM without Stepwell""",
     )  # fmt: skip
     parser.add_argument(
-        "--path", required=True, action="append", metavar="DIR",
+        "--path", default=[], action="append", metavar="DIR",
         help="absolute directory for the store, on a local drive; made by the engine if missing; "
         "may be given once for each of several drives, which then are one striped tier",
     )  # fmt: skip
     parser.add_argument(
-        "--capacity", required=True, metavar="SIZE",
-        help="what the store may take, on all drives together, with a unit: 20GiB, 1.5TB",
+        "--capacity", default="", metavar="SIZE",
+        help="what the store may take there, on all drives together, with a unit: 20GiB, 1.5TB",
+    )  # fmt: skip
+    parser.add_argument(
+        "--url", default="", metavar="URL",
+        help="storage that engines share, below the drives or without any, such as "
+        "redis://host; `stepwell tiers` lists the kinds",
     )  # fmt: skip
     parser.add_argument(
         "--primary", default="4GiB", metavar="SIZE",
@@ -414,6 +430,21 @@ examples:
         "--set", action="append", default=[], metavar="NAME=VALUE",
         help="a further setting, such as min_free=10GiB; may be given several times. "
         f"Settings: {', '.join(others)}",
+    )  # fmt: skip
+
+
+def _add_tiers(commands: "Commands[_Parser]") -> None:
+    _add(
+        commands, "tiers", _tiers,
+        "list the kinds of storage, and what each promises",
+        """\
+List the kinds of storage that a url can name: whether what they need is installed, and what they
+promise. durable: what was written is there after a restart of the other side. shared: engines on
+other machines see it. expires: what has a time to live is removed by itself. evicts: who makes
+room when it is full.""",
+        """\
+example:
+  stepwell vllm-args --url redis://10.0.0.7 --set ttl=7d""",
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ __all__ = ["Demotion", "Manager", "Promotion", "WriteMode", "WritePlan"]
 # half can be evicted at once, so that a write never waits for a demotion.
 _DIRTY_SHARE = 0.5
 _SEEN_TAGS = 1 << 16
+_THERE = (Lookup.HIT, Lookup.PENDING)
 
 
 class WriteMode(StrEnum):
@@ -164,7 +165,7 @@ class Manager:
         refused: dict[int, list[int]] = {}
         for tier_idx in tiers:
             for idx, chunk in enumerate(chunks):
-                known = answers[tier_idx][idx] is not Lookup.MISS
+                known = answers[tier_idx][idx] in _THERE
                 admitted = known or self._admits(tier_idx, chunk.key, chunk.end_token, now_s)
                 (targets if admitted else refused).setdefault(tier_idx, []).append(idx)
         if back:
@@ -210,7 +211,7 @@ class Manager:
         targets: dict[int, list[int]] = {}
         refused: dict[int, list[int]] = {}
         for idx, answer in zip(full, answers, strict=True):
-            admitted = answer is not Lookup.MISS or self._admits(
+            admitted = answer in _THERE or self._admits(
                 below, chunks[idx].key, chunks[idx].end_token, now_s
             )
             (targets if admitted else refused).setdefault(below, []).append(idx)
@@ -290,8 +291,18 @@ class Manager:
 
     # Using and losing.
 
-    def plan_promotion(self, keys: Sequence[Key]) -> list[bool]:
-        """Which of the chunks that a lower tier has just served are to be copied up."""
+    def plan_promotion(self, chunks: Sequence[Chunk], now_s: float) -> list[bool]:
+        """Which of the chunks that a lower tier has just served are to be copied up.
+
+        Where the uppermost tier wears out, its admission decides as well.
+        """
+        wanted = self._promotes([chunk.key for chunk in chunks])
+        return [
+            wants and self._admits(0, chunk.key, chunk.end_token, now_s)
+            for wants, chunk in zip(wanted, chunks, strict=True)
+        ]
+
+    def _promotes(self, keys: Sequence[Key]) -> list[bool]:
         if self._promotion is not Promotion.SECOND_HIT:
             return [self._promotion is Promotion.ALWAYS] * len(keys)
         wanted = []

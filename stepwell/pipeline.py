@@ -20,13 +20,14 @@ from stepwell.core.types import (
 from stepwell.errors import ClosedError
 from stepwell.manager import Demotion, Manager, WritePlan
 from stepwell.policy.worth import TierEstimate, TierSpeed
-from stepwell.tiers.base import Tier, TierContext
+from stepwell.tiers.base import Tier, TierContext, believed, why_missed
 from stepwell.tiers.outcomes import count_results
 
 __all__ = ["Pipeline"]
 
 logger = logging.getLogger(__name__)
 
+_MAY_READ = (Lookup.HIT, Lookup.UNKNOWN)
 _ABSENT = ChunkResult(Outcome.MISS, Reason.ABSENT)
 _NOT_ADMITTED = ChunkResult(Outcome.FULL, Reason.NOT_ADMITTED)
 _CLOSED = {
@@ -145,7 +146,7 @@ class Pipeline:
         keys = [chunk.key for chunk in chunks]
         for other in self._requests.values():
             other.deleted.difference_update(keys)  # it is valid again, and stays
-        answers = [tier.contains(keys) for tier in self.tiers]
+        answers = [believed(tier, keys) for tier in self.tiers]
         plan = self._manager.plan_write(chunks, answers, request.submitted_s)
         self._run_plan(request, plan)
         return self._begun(request)
@@ -326,12 +327,17 @@ class Pipeline:
         for idx in range(tier_idx, len(self.tiers)):
             if not left:
                 return
-            answers = self.tiers[idx].contains([request.chunks[i].key for i in left])
-            here = [i for i, answer in zip(left, answers, strict=True) if answer is Lookup.HIT]
+            answers = believed(self.tiers[idx], [request.chunks[i].key for i in left])
+            # Reading is the way to find out.
+            here = [i for i, answer in zip(left, answers, strict=True) if answer in _MAY_READ]
             if here:
                 self._submit(idx, request, Direction.READ, here)
                 gone = set(here)
                 left = [i for i in left if i not in gone]
+        for i in left:  # nobody has it, or whoever has it is not asked
+            if request.results[i] == _ABSENT:
+                reason = why_missed(self.tiers, request.chunks[i].key)
+                request.results[i] = ChunkResult(Outcome.MISS, reason)
 
     # Ending.
 
@@ -384,7 +390,9 @@ class Pipeline:
         keys = [request.chunks[idx].key for idx in served]
         self._manager.on_served(tier_idx, keys, self._context.clock.monotonic())
         if tier_idx > 0:
-            wanted = self._manager.plan_promotion(keys)
+            wanted = self._manager.plan_promotion(
+                [request.chunks[idx] for idx in served], self._context.clock.monotonic()
+            )
             up = [
                 idx
                 for idx, wants in zip(served, wanted, strict=True)
@@ -411,7 +419,7 @@ class Pipeline:
             now_s = self._context.clock.monotonic()
             below: list[Lookup] = []
             if tier_idx + 1 < len(self.tiers):
-                below = self.tiers[tier_idx + 1].contains([request.chunks[i].key for i in full])
+                below = believed(self.tiers[tier_idx + 1], [request.chunks[i].key for i in full])
             plan = self._manager.plan_overflow(request.chunks, tier_idx, full, below, now_s)
             self._run_plan(request, plan)
 

@@ -8,9 +8,9 @@ import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from stepwell.errors import ConfigError
 from stepwell.policy.admission import ADMISSION_NAMES
@@ -25,6 +25,7 @@ __all__ = [
     "parse_size",
     "parse_target",
     "plural",
+    "without_password",
 ]
 
 _SIZE_UNITS = {
@@ -111,34 +112,46 @@ def parse_path(value: object) -> Path:
     """
     if not isinstance(value, str) or not value:
         raise ConfigError(f'path is an absolute directory such as "/mnt/nvme/kv": path={value!r}')
+    shown = without_password(value)
     directory = value
     if "://" in value:
         try:
             url = urlsplit(value)
         except ValueError as error:
-            raise ConfigError(f"path is no valid URL ({error}): path={value!r}") from error
+            raise ConfigError(f"path is no valid URL: path={shown!r}") from error
         if url.scheme != "file":
             raise ConfigError(
-                f'this version has one kind of path, a local directory: write "/dir" or '
-                f'"file:///dir": path={value!r}'
+                f'a path is a local directory, "/dir" or "file:///dir"; storage of another kind '
+                f'is given as "url": path={shown!r}'
             )
         if url.netloc:
+            meant = "file:///dir" if "@" in value else "file:///" + url.netloc + url.path
             raise ConfigError(
-                f"this names a host, {url.netloc!r}; three slashes begin a local directory: "
-                f"write {'file:///' + url.netloc + url.path!r}: path={value!r}"
+                f"this names a host; three slashes begin a local directory: write {meant!r}: "
+                f"path={shown!r}"
             )
         if url.query or url.fragment:
-            raise ConfigError(f"a file:// path takes no parameters: path={value!r}")
+            raise ConfigError(f"a file:// path takes no parameters: path={shown!r}")
         directory = unquote(url.path)
     if "\0" in directory:
-        raise ConfigError(f"a path has no NUL byte: path={value!r}")
+        raise ConfigError(f"a path has no NUL byte: path={shown!r}")
     if not directory.startswith("/"):
         example = os.path.abspath(os.path.expanduser(directory))
         home = ", and ~ is not expanded here" if directory.startswith("~") else ""
         raise ConfigError(
-            f"path must be absolute{home}: write {example!r} for example: path={value!r}"
+            f"path must be absolute{home}: write {example!r} for example: path={shown!r}"
         )
     return Path(os.path.normpath(directory))
+
+
+def without_password(text: str) -> str:
+    """A text that may be a URL, without what stands before its last @: for messages."""
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        scheme, rest = "", text
+    before, at, after = rest.rpartition("@")
+    is_path = not separator and "/" in before  # a directory may have an @
+    return f"{scheme}{separator}...@{after}" if at and not is_path else text
 
 
 def parse_target(text: str) -> tuple[str, int] | str:
@@ -196,6 +209,8 @@ class Settings:
             "path" for one, or "paths").
         capacity_bytes: what the disk tier may take, in equal parts on all drives, 1 MiB or more
             (text: "capacity").
+        url: storage that engines share, below the disk tier or in its place, such as
+            "redis://host"; `stepwell tiers` lists the kinds. It may hold a password.
         min_free_bytes: free space that is left on each file system (text: "min_free").
         host_capacity_bytes: DRAM of Stepwell's own host tier; 0 for none, the default, since
             inside one vLLM engine the primary is the host tier (text: "host_capacity").
@@ -212,7 +227,7 @@ class Settings:
         ttl_s: how long a chunk may be read after it was written; 0, the default, for ever (text:
             "ttl").
         write_mode: "through" to the disk tier at once, or "back" when the host tier needs room.
-        promotion: when a chunk that the disk tier served is copied to the host tier: "always",
+        promotion: when a chunk that a lower tier served is copied to the uppermost one: "always",
             "second-hit" or "never".
         read_when: "faster", when reading is expected to end sooner than computing, or "always",
             to compute as little as possible.
@@ -228,8 +243,9 @@ class Settings:
             start, or "start_without" Stepwell.
     """
 
-    paths: tuple[Path, ...]
-    capacity_bytes: int
+    paths: tuple[Path, ...] = ()
+    capacity_bytes: int = 0
+    url: str = field(default="", repr=False)
     min_free_bytes: int = 1 << 30
     host_capacity_bytes: int = 0
     io_threads: int = 8
@@ -250,10 +266,10 @@ class Settings:
     if_incompatible: str = "refuse"
 
     def __post_init__(self) -> None:
-        if not self.paths:
-            raise ConfigError("there is at least one path: paths=()")
+        if not self.paths and not self.url:
+            raise ConfigError("there is at least one path, or a url: paths=() url=''")
         _check_apart(self.paths)
-        if self.capacity_bytes < 1 << 20:
+        if self.paths and self.capacity_bytes < 1 << 20:
             raise ConfigError(f"capacity is at least 1MiB: capacity={self.capacity_bytes}B")
         if self.inflight_writes_bytes < 1 << 20:
             raise ConfigError(
@@ -278,7 +294,7 @@ class Settings:
     @classmethod
     def keys(cls) -> tuple[str, ...]:
         """The names that `parse` knows."""
-        names = [_KEY_OF.get(field.name, field.name) for field in fields(cls)]
+        names = [_KEY_OF.get(each.name, each.name) for each in fields(cls)]
         return ("path", *names)
 
     @classmethod
@@ -286,7 +302,8 @@ class Settings:
         """Settings from what a person wrote.
 
         Args:
-            texts: name -> text; `path` or `paths`, and `capacity` are needed.
+            texts: name -> text; `path` or `paths`, with `capacity`, or `url` are needed. A `url` of
+                the scheme file is another way to give paths.
 
         Raises:
             ConfigError: an unknown name (with a known one that is near), a missing one, a bad
@@ -300,22 +317,55 @@ class Settings:
                 raise ConfigError(
                     f"there is no setting {str(name)!r}{hint}: known={','.join(known)}"
                 )
+        texts = _without_file_url(texts)
         if "path" in texts and "paths" in texts:
             raise ConfigError(
                 f'give "path" for one drive or "paths" for several, not both: '
                 f"path={texts['path']!r} paths={texts['paths']!r}"
             )
-        for name in ("path", "capacity"):
-            if name not in texts and not (name == "path" and "paths" in texts):
-                raise ConfigError(f'the setting "{name}" is missing: given={",".join(texts)}')
+        given = ",".join(texts)
+        has_path = "path" in texts or "paths" in texts
+        if not has_path and "url" not in texts:
+            raise ConfigError(
+                f'the setting "path" is missing, or "url" for what engines share: given={given}'
+            )
+        if has_path and "capacity" not in texts:
+            raise ConfigError(f'the setting "capacity" is missing: given={given}')
+        if "capacity" in texts and not has_path:
+            raise ConfigError(
+                f"capacity is of the disk tier, and there is no path; what a url may take is "
+                f"given in the url, where its kind has such a limit: given={given}"
+            )
         values: dict[str, object] = {}
-        for field in fields(cls):
-            name = _KEY_OF.get(field.name, field.name)
+        for each in fields(cls):
+            name = _KEY_OF.get(each.name, each.name)
             if name in texts:
-                values[field.name] = _parse_value(field.name, name, texts[name])
+                values[each.name] = _parse_value(each.name, name, texts[name])
         if "path" in texts:
             values["paths"] = (parse_path(texts["path"]),)
         return cls(**values)  # type: ignore[arg-type]
+
+
+def _without_file_url(texts: Mapping[str, object]) -> Mapping[str, object]:
+    """``file:///dir?path=/more`` is the disk tier: its paths instead of the url."""
+    url = texts.get("url")
+    if not isinstance(url, str) or not url.startswith("file:"):
+        return texts
+    if "path" in texts or "paths" in texts:
+        raise ConfigError(
+            "a url of file:// is the disk tier, and its path is given as well: "
+            f"url={without_password(url)!r}"
+        )
+    base, _, query = url.partition("?")
+    pairs = parse_qsl(query, keep_blank_values=True)
+    for name, _value in pairs:
+        if name != "path":
+            raise ConfigError(
+                f'a file:// url has the parameter "path" and no other: '
+                f"url={without_password(url)!r}"
+            )
+    paths = [base, *(path for _, path in pairs)]
+    return {**{name: text for name, text in texts.items() if name != "url"}, "paths": paths}
 
 
 NUMBERS = frozenset({"io_threads", "drive_writes_per_day", "min_read_tokens"})

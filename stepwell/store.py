@@ -12,7 +12,7 @@ from stepwell.core.identity import Identity
 from stepwell.core.keys import Key, Root
 from stepwell.core.leases import Lease
 from stepwell.core.types import Chunk, JobResult, Lookup, Reason
-from stepwell.errors import ClosedError, ConfigError
+from stepwell.errors import ClosedError, ConfigError, TierError
 from stepwell.exporter import Exporter
 from stepwell.manager import Manager, Promotion, WriteMode
 from stepwell.pipeline import Pipeline
@@ -20,11 +20,14 @@ from stepwell.policy.admission import make_admission
 from stepwell.policy.breaker import Breaker, State
 from stepwell.policy.worth import Run, worth_chunks
 from stepwell.settings import Settings, parse_target
-from stepwell.tiers.base import Tier, TierContext
+from stepwell.tiers.base import Tier, TierContext, why_missed
 from stepwell.tiers.disk import DiskTier
 from stepwell.tiers.guarded import GuardedTier
 from stepwell.tiers.host import HostTier
-from stepwell.tiers.striped import StripedTier, best_answers
+from stepwell.tiers.media.kinds import kind_of, open_medium
+from stepwell.tiers.media.urls import MediumUrl
+from stepwell.tiers.shared import SharedTier
+from stepwell.tiers.striped import StripedTier, best_answers, best_tiers
 
 __all__ = ["Prefix", "Store"]
 
@@ -47,10 +50,12 @@ class Prefix:
         num_hits: leading chunks that some tier has.
         num_worth: leading chunks of those that are worth reading, the rest of them is computed
             sooner than it is read.
+        unknown: whether a tier is still finding out about the chunk after them.
     """
 
     num_hits: int
     num_worth: int
+    unknown: bool = False
 
 
 class Store:
@@ -103,10 +108,11 @@ class Store:
 
     @classmethod
     def open(cls, settings: Settings, context: TierContext | None = None) -> "Store":
-        """A store as the settings say: host tier if it has a capacity, then the disk tier.
+        """A store as the settings say: host tier if it has a capacity, disk tier if there is a
+        path, then what the url names.
 
         Raises:
-            ConfigError: the disk tier cannot be opened; nothing is left running.
+            ConfigError: one of them cannot be used; nothing is left running.
         """
         return _Opening(settings, context or TierContext()).store()
 
@@ -167,11 +173,9 @@ class Store:
         return best_answers(self.tiers, keys)
 
     def why_missed(self, key: Key) -> Reason:
-        """Why `lookup` just said MISS: BREAKER if a drive has the chunk that is not asked."""
-        for guard in self.guards:
-            if not guard.available and guard.tier.contains([key])[0] is Lookup.HIT:
-                return Reason.BREAKER
-        return Reason.ABSENT
+        """Why `lookup` just said MISS: BREAKER if a tier may have the chunk that is not asked,
+        another reason if a shared tier could not say, else ABSENT."""
+        return why_missed(self.guards, key)
 
     def look_ahead(
         self,
@@ -181,6 +185,7 @@ class Store:
         chunk_tokens: int,
         prefill_tokens_per_s: float | None,
         floor_tokens: int = 0,
+        until_known: bool = False,
     ) -> Prefix:
         """How much of a prompt the store has, and how much of that is worth reading now.
 
@@ -190,6 +195,8 @@ class Store:
             prefill_tokens_per_s: how fast the engine computes; None if unknown, and then
                 everything is worth reading.
             floor_tokens: less than this is not worth the trouble.
+            until_known: decide nothing while a tier is still finding out; else what is not known
+                by now counts as missing.
         """
         if chunk_bytes <= 0 or chunk_tokens <= 0:
             raise ValueError(
@@ -198,26 +205,26 @@ class Store:
             )
         runs: list[Run] = []
         num_hits = 0
-        answers = [tier.contains(prefix) for tier in self.tiers]
-        for column in zip(*answers, strict=True):
-            if Lookup.HIT not in column:
+        unknown = False
+        for answer, tier_idx in best_tiers(self.tiers, prefix):
+            if answer is not Lookup.HIT:
+                unknown = answer is Lookup.UNKNOWN
                 break
-            tier_idx = column.index(Lookup.HIT)
             if runs and runs[-1].tier_idx == tier_idx:
                 last = runs.pop()
                 runs.append(Run(tier_idx, last.num_chunks + 1, chunk_bytes, chunk_tokens))
             else:
                 runs.append(Run(tier_idx, 1, chunk_bytes, chunk_tokens))
             num_hits += 1
-        if not runs:
-            return Prefix(0, 0)
+        if not runs or (unknown and until_known):
+            return Prefix(num_hits, 0, unknown)
         worth = worth_chunks(runs, self._pipeline.estimates(), prefill_tokens_per_s, floor_tokens)
         left = worth
         for run in runs:
             num_read = min(left, run.num_chunks)
             self._pipeline.promise(run.tier_idx, num_read * chunk_bytes)
             left -= num_read
-        return Prefix(num_hits, worth)
+        return Prefix(num_hits, worth, unknown)
 
     def acquire(self, keys: Iterable[Key], ttl_s: float) -> Lease:
         """Keep chunks from being evicted for ``ttl_s`` seconds, or until the lease is released.
@@ -310,16 +317,17 @@ class _Opening:
         """The store.
 
         Raises:
-            ConfigError: a path cannot be used.
+            ConfigError: a path or the url cannot be used.
         """
         settings = self._settings
         with_host = bool(settings.host_capacity_bytes)
         disk_idx = int(with_host)
+        with_disk, with_shared = bool(settings.paths), bool(settings.url)
         # As many offers are remembered as chunks of 1 MiB would fit, within reason.
         num_tags = max(1 << 12, min(settings.capacity_bytes >> 20, 1 << 20))
         admission = make_admission(settings.admission, num_tags)
         manager = Manager(
-            [None] * disk_idx + [admission],
+            [None] * with_host + [admission] * with_disk + [None] * with_shared,
             write_mode=WriteMode(settings.write_mode),
             promotion=Promotion(settings.promotion),
             top_capacity_bytes=settings.host_capacity_bytes,
@@ -327,12 +335,14 @@ class _Opening:
         )
         tiers: list[Tier] = []
         try:
-            disk = self._disk(disk_idx)
+            if with_shared:  # first, since it is the one that may be misspelt
+                tiers = [self._shared()]
+            if with_disk:
+                tiers = [self._disk(disk_idx), *tiers]
             if with_host:
-                host = self._host(manager)
-                tiers.append(host)
+                tiers = [self._host(manager), *tiers]
             store = Store(
-                [*tiers, disk],
+                tiers,
                 self._context,
                 manager,
                 departed=self._departed,
@@ -359,6 +369,31 @@ class _Opening:
             keeps=manager.keeps,
             on_evicted=lambda tag: self._departed.append((0, tag)),
         )
+
+    def _shared(self) -> Tier:
+        settings = self._settings
+        url = MediumUrl.parse(settings.url)
+        kind = kind_of(url)
+        patience_s = min(settings.slow_after_s, settings.read_deadline_s)
+        medium = open_medium(url, patience_s)
+        try:
+            medium.check()
+        except TierError as error:
+            # It may be there later, and an engine must not wait for it.
+            logger.error("starting without an answer: url=%s error=%s", url.shown, error)
+        except BaseException:  # counted: it is raised on
+            medium.close()
+            raise
+        tier = SharedTier(
+            medium,
+            self._context,
+            name=kind.name,
+            num_threads=settings.io_threads,
+            inflight_writes_bytes=settings.inflight_writes_bytes,
+            ttl_s=settings.ttl_s,
+            answer_within_s=patience_s,
+        )
+        return GuardedTier(tier, Breaker(latency_limit_s=settings.slow_after_s), self._context)
 
     def _disk(self, tier_idx: int) -> Tier:
         guarded: list[Tier] = []

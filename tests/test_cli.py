@@ -442,7 +442,7 @@ BAD_INPUT = {
     "two slashes": (["inspect", "file://mnt/kv"], "file:///mnt/kv"),
     "another scheme": (["inspect", "s3://bucket/kv"], "a local directory"),
     "NUL in a path": (["inspect", "a\0b"], "no NUL byte"),
-    "no capacity": (["vllm-args", "--path", "/kv"], "required: --capacity"),
+    "no capacity": (["vllm-args", "--path", "/kv"], 'the setting "capacity" is missing'),
     "capacity without a unit": (
         ["vllm-args", "--path", "/kv", "--capacity", "20"], "capacity needs a unit",
     ),

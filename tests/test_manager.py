@@ -16,6 +16,7 @@ from stepwell.testing import key_of
 SIZE = 100
 HIT, PENDING, MISS = Lookup.HIT, Lookup.PENDING, Lookup.MISS
 KEYS = [key_of(idx) for idx in range(12)]
+CHUNKS = [Chunk(key, memoryview(b"")) for key in KEYS]
 
 
 class Gate:
@@ -489,25 +490,35 @@ def test_a_chunk_that_is_written_anew_while_it_is_demoted() -> None:
 )
 def test_when_a_chunk_is_promoted(promotion: Promotion, served: list[bool]) -> None:
     subject = Manager([None, None], promotion=promotion)
-    assert [subject.plan_promotion(KEYS[:2]) for _ in range(3)] == [[each] * 2 for each in served]
+    assert [subject.plan_promotion(CHUNKS[:2], 0.0) for _ in range(3)] == [
+        [each] * 2 for each in served
+    ]
+
+
+def test_what_wears_out_admits_what_is_promoted_to_it() -> None:
+    """What engines share was copied to the drive, with no tier above it, past its admission."""
+    gate = only(KEYS[1])
+    subject = Manager([gate, None])
+    assert subject.plan_promotion(CHUNKS[:2], 7.0) == [False, True]
+    assert [offer[3] for offer in gate.offers] == [7.0, 7.0]
 
 
 def test_a_second_hit_counts_for_each_chunk() -> None:
     subject = Manager([None, None], promotion=Promotion.SECOND_HIT)
-    subject.plan_promotion(KEYS[:2])
-    assert subject.plan_promotion(KEYS[1:4]) == [True, False, False]
-    assert subject.plan_promotion(KEYS[:4]) == [True] * 4
+    subject.plan_promotion(CHUNKS[:2], 0.0)
+    assert subject.plan_promotion(CHUNKS[1:4], 0.0) == [True, False, False]
+    assert subject.plan_promotion(CHUNKS[:4], 0.0) == [True] * 4
 
 
 def test_the_memory_of_first_hits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that was served last the longest ago is forgotten."""
     monkeypatch.setattr(manager_module, "_SEEN_TAGS", 4)
     subject = Manager([None, None], promotion=Promotion.SECOND_HIT)
-    subject.plan_promotion(KEYS[:4])
-    assert subject.plan_promotion(KEYS[:1]) == [True]
-    assert subject.plan_promotion(KEYS[4:5]) == [False]
-    assert subject.plan_promotion([KEYS[0], KEYS[2], KEYS[3], KEYS[4]]) == [True] * 4
-    assert subject.plan_promotion(KEYS[1:2]) == [False], "forgotten for the fifth"
+    subject.plan_promotion(CHUNKS[:4], 0.0)
+    assert subject.plan_promotion(CHUNKS[:1], 0.0) == [True]
+    assert subject.plan_promotion(CHUNKS[4:5], 0.0) == [False]
+    assert subject.plan_promotion([CHUNKS[0], *CHUNKS[2:5]], 0.0) == [True] * 4
+    assert subject.plan_promotion(CHUNKS[1:2], 0.0) == [False], "forgotten for the fifth"
 
 
 def test_an_admission_hears_of_its_own_tier() -> None:

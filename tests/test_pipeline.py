@@ -35,17 +35,18 @@ from stepwell.policy.breaker import Breaker, State
 from stepwell.settings import Settings
 from stepwell.store import Prefix, Store
 from stepwell.testing import Driver, FaultyTier, buffer_of, key_of, payload_of
+from stepwell.testing.stalling import stalled_calls
 from stepwell.tiers import blockio, host, jobs
 from stepwell.tiers.base import Tier, TierContext
 from stepwell.tiers.disk import DiskTier, slot_cost_bytes
 from stepwell.tiers.guarded import GuardedTier
 from stepwell.tiers.host import HostTier
-from tests.tiers.stalling import stalled_calls
 
 SIZE = 4096
 DONE = ChunkResult(Outcome.DONE)
 EXISTS = ChunkResult(Outcome.DONE, Reason.EXISTS)
 ABSENT = ChunkResult(Outcome.MISS, Reason.ABSENT)
+UNASKED = ChunkResult(Outcome.MISS, Reason.BREAKER)
 BAD = ChunkResult(Outcome.MISS, Reason.CHECKSUM)
 BROKEN = ChunkResult(Outcome.FAILED, Reason.IO_ERROR)
 LATE = ChunkResult(Outcome.MISS, Reason.DEADLINE)
@@ -1106,7 +1107,7 @@ def test_the_breaker_opens_and_later_lookups_are_misses_at_once(
             lambda: bool(ended.update({r.job_id: r for r in rig.store.poll()})) or len(ended) == 3,
             "what needs no drive",
         )
-        assert ended[begun[0]].results == (ABSENT,)
+        assert ended[begun[0]].results == (UNASKED,)
         assert not ended[begun[1]].done
         assert ended[written].tiers == ("host",), "what is above goes on"
     assert {result.job_id for result in rig.store.drain(WAIT_S)} == set(reads)
@@ -1177,7 +1178,7 @@ def test_a_drive_that_fails_is_left_alone_and_found_again(hung: Callable[..., Ri
     for key in KEYS[:3]:
         assert rig.read([key]).results == (BROKEN,)
     assert rig.store.degraded
-    assert rig.read(KEYS).results == (ABSENT,) * 16
+    assert rig.read(KEYS).results == (UNASKED,) * 16
     rig.pass_time(5.5)
     assert rig.read(KEYS[:1]).results == (BROKEN,)
     assert present(rig.store, KEYS[:1]) == [False]

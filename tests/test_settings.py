@@ -46,6 +46,7 @@ def test_every_setting_is_read() -> None:
     texts = {
         "paths": ["file:///mnt/a", "/mnt/b"],
         "capacity": "1.5TB",
+        "url": "redis://127.0.0.1",
         "min_free": "0B",
         "host_capacity": "4GiB",
         "io_threads": 32,
@@ -67,7 +68,8 @@ def test_every_setting_is_read() -> None:
     }
     assert {"path", *texts} == set(Settings.keys())
     assert Settings.parse(texts) == Settings(
-        (Path("/mnt/a"), Path("/mnt/b")), 1_500_000_000_000, 0, 4 << 30, 32, 256 << 20, 0.5, 120.0,
+        (Path("/mnt/a"), Path("/mnt/b")), 1_500_000_000_000, "redis://127.0.0.1",
+        0, 4 << 30, 32, 256 << 20, 0.5, 120.0,
         "s3-fifo", "second-demotion", 0.5, 7 * 86400.0, "back", "never", "always",
         512, 3.0,
         "127.0.0.1:9477", "v7", "start_without",
@@ -261,7 +263,31 @@ def test_an_unknown_setting_names_its_neighbour(name: object, nearest: str | Non
 def test_a_missing_setting_is_named(name: str) -> None:
     texts = {key: value for key, value in GOOD.items() if key != name}
     assert f'the setting "{name}" is missing' in refusal(texts)
-    assert f'the setting "{name}" is missing: given=' in refusal({"weights_id": "x"} | texts)
+    message = refusal({"weights_id": "x"} | texts)
+    assert f'the setting "{name}" is missing' in message
+    assert "given=weights_id," in message
+
+
+def test_a_url_takes_the_place_of_a_path() -> None:
+    assert Settings.parse({"url": "redis://host"}) == Settings(url="redis://host")
+    both = Settings.parse({**GOOD, "url": "redis://host"})
+    assert (both.paths, both.url) == ((Path("/mnt/kv"),), "redis://host")
+    assert "capacity is of the disk tier" in refusal({"url": "redis://host", "capacity": "1GiB"})
+    assert "url is a text" in refusal({"url": 7})
+    assert 'the setting "path" is missing' in refusal({})
+    assert "secret" not in repr(Settings(url="redis://:secret@host"))
+
+
+def test_a_file_url_is_the_disk_tier() -> None:
+    one = Settings.parse({"url": "file:///mnt/a", "capacity": "1GiB"})
+    assert one == Settings((Path("/mnt/a"),), 1 << 30)
+    three = {"url": "file:///mnt/a%20b?path=/mnt/c&path=/mnt/d%26e", "capacity": "1GiB"}
+    assert Settings.parse(three).paths == (Path("/mnt/a b"), Path("/mnt/c"), Path("/mnt/d&e"))
+    assert 'the setting "capacity" is missing' in refusal({"url": "file:///mnt/a"})
+    assert "its path is given as well" in refusal({**GOOD, "url": "file:///mnt/a"})
+    assert 'the parameter "path" and no other' in refusal(
+        {"url": "file:///mnt/a?capacity=1GiB", "capacity": "1GiB"}
+    )
 
 
 @pytest.mark.parametrize(

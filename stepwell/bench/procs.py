@@ -55,7 +55,7 @@ def io_counters() -> dict[str, int]:
 
 
 def huge_page_bytes(view: memoryview) -> int:
-    """How much of this process's memory lies in huge pages; whole mappings are looked at.
+    """How much of this process's memory lies in huge pages, about: of its part of each mapping.
 
     Of AnonHugePages and ShmemPmdMapped in /proc/self/smaps; 0 if the kernel does not say.
     """
@@ -64,15 +64,16 @@ def huge_page_bytes(view: memoryview) -> int:
         lines = (_PROC / "self" / "smaps").read_text().splitlines()
     except OSError:
         return 0
-    inside, found = False, 0
+    share, found = 0.0, 0.0
     for line in lines:
         words = line.split()
         if not words[0].endswith(":"):  # a mapping begins: its addresses
-            low, _, high = words[0].partition("-")
-            inside = int(low, 16) < begin + len(view) and begin < int(high, 16)
-        elif inside and words[0] in ("AnonHugePages:", "ShmemPmdMapped:"):
-            found += int(words[1]) * 1024
-    return min(found, len(view))
+            low, high = (int(each, 16) for each in words[0].split("-"))
+            overlap_bytes = min(high, begin + len(view)) - max(low, begin)
+            share = max(0, overlap_bytes) / (high - low)  # neighbours are one mapping
+        elif share and words[0] in ("AnonHugePages:", "ShmemPmdMapped:"):
+            found += share * int(words[1]) * 1024
+    return min(round(found), len(view))
 
 
 def offload_files(pids: Iterable[int]) -> set[Path]:

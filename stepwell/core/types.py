@@ -23,6 +23,8 @@ class Lookup(Enum):
     HIT = "hit"
     PENDING = "pending"
     """Being written by this tier; ask again."""
+    UNKNOWN = "unknown"
+    """The tier is finding out; ask again. Only of tiers that others change as well."""
     MISS = "miss"
 
 

@@ -28,6 +28,7 @@ class RequestBooks(Generic[K]):
         leases: on what is being read and written.
         positions: of all chunks of the prompt, as the engine knows them.
         worth_tokens: position in the prompt up to which reading is worth it; None if undecided.
+        waits_since_s: when a tier was first found not to know yet, monotonic seconds; None: never.
         group: index of the KV group by which tokens are counted and worth is decided; None
             before anything was asked.
     """
@@ -38,11 +39,36 @@ class RequestBooks(Generic[K]):
     leases: list[Lease] = field(default_factory=list)
     positions: Mapping[K, int] = field(default_factory=dict)
     worth_tokens: float | None = None
+    waits_since_s: float | None = None
     group: int | None = None
 
     def may_ask(self, key: K) -> bool:
         """Whether asking again may have another answer than a miss."""
         return self.misses.get(key, Reason.ABSENT) is Reason.ABSENT
+
+    def may_wait(self, now_s: float, patience_s: float) -> bool:
+        """Whether the request may wait still for tiers to find out what they have."""
+        return self.waits_since_s is None or now_s - self.waits_since_s < patience_s
+
+    def unknown(self, key: K, now_s: float, patience_s: float) -> Lookup:
+        """What to make of a chunk that a tier is finding out about.
+
+        The request waits, but once, and not for long. What was known of a chunk before goes on
+        to hold for it: a request that heads a long queue would ask again and again.
+
+        Returns:
+            HIT or MISS as before; UNKNOWN while it may wait; then MISS, for the deadline.
+        """
+        if key in self.unread:
+            return Lookup.HIT
+        if key in self.misses:
+            return Lookup.MISS
+        if self.waits_since_s is None:
+            self.waits_since_s = now_s
+        if self.may_wait(now_s, patience_s):
+            return Lookup.UNKNOWN
+        self.miss(key, Reason.DEADLINE)
+        return Lookup.MISS
 
     def miss(self, key: K, reason: Reason) -> None:
         """Note that a chunk is not to be had."""

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from stepwell.errors import ConfigError
 from stepwell.settings import Settings, parse_size
+from stepwell.tiers.media.kinds import kind_of, open_medium
+from stepwell.tiers.media.urls import MediumUrl
 
 __all__ = ["kv_transfer_config"]
 
@@ -12,9 +14,10 @@ CPU_MODULE = "stepwell.engines.vllm_cpu"
 
 
 def kv_transfer_config(
-    path: str | Sequence[str],
-    capacity: str,
+    path: str | Sequence[str] = (),
+    capacity: str = "",
     *,
+    url: str = "",
     primary: str = "4GiB",
     cpu: bool = False,
     settings: dict[str, object] | None = None,
@@ -22,8 +25,11 @@ def kv_transfer_config(
     """What to give to vLLM, checked.
 
     Args:
-        path: directory of the disk tier; several, one per drive, make a striped tier.
+        path: directory of the disk tier; several, one per drive, make a striped tier. None at all
+            with a ``url``.
         capacity: its size, such as "20GiB".
+        url: storage that engines share, such as "redis://host"; below the disk tier if there is
+            one.
         primary: host memory that vLLM copies through, such as "4GiB"; a burst of loads that does
             not fit in it is recomputed.
         cpu: for vLLM's CPU backend, which has no offloading of its own.
@@ -33,8 +39,10 @@ def kv_transfer_config(
         ConfigError: a value is wrong, or could not be meant.
     """
     paths = [path] if isinstance(path, str) else list(path)
-    where: dict[str, object] = {"path": paths[0]} if len(paths) == 1 else {"paths": paths}
-    tier: dict[str, object] = {**where, "capacity": capacity, **(settings or {})}
+    tier: dict[str, object] = {"path": paths[0]} if len(paths) == 1 else {"paths": paths}
+    given = {"paths": tier.pop("paths", ()), "capacity": capacity, "url": url}
+    tier |= {name: value for name, value in given.items() if value}
+    tier |= settings or {}
     _check(Settings.parse(tier), tier)
     primary_bytes = parse_size(primary, "primary")
     if primary_bytes < 1 << 20:
@@ -59,6 +67,10 @@ def kv_transfer_config(
 
 def _check(settings: Settings, tier: Mapping[str, object]) -> None:
     """Raises ConfigError for what has the right form and cannot be meant."""
+    if settings.url:
+        url = MediumUrl.parse(settings.url)
+        if kind_of(url).installed:  # it need not be where the configuration is written
+            open_medium(url, settings.slow_after_s).close()
     for path in settings.paths:
         if len(path.parts) < 2:
             raise ConfigError(

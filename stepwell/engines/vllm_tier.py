@@ -46,6 +46,7 @@ from stepwell.errors import ConfigError, StepwellError
 from stepwell.metrics import DEFINITIONS, GAUGES
 from stepwell.settings import Settings, format_bytes
 from stepwell.store import Store
+from stepwell.tiers.media.urls import MediumUrl
 
 __all__ = ["StepwellConnector", "StepwellTier"]
 
@@ -186,7 +187,6 @@ class StepwellTier(SecondaryTierManager):
         **settings: object,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        self.locality = Locality.LOCAL
         self._row_bytes = self.block_size_bytes
         per_chunk = offloading_spec.blocks_per_chunk
         self._chunk_tokens = [
@@ -194,6 +194,7 @@ class StepwellTier(SecondaryTierManager):
         ]
         with reported():
             self._settings = Settings.parse(settings)
+            self.locality = Locality.REMOTE if self._settings.url else Locality.LOCAL
             engine = self._engine()
             self._engine_identity = self._describe(engine, offloading_spec)
             self._store = Store.open(self._settings)
@@ -208,9 +209,10 @@ class StepwellTier(SecondaryTierManager):
         self._timer = engine.timer
         engine.tiers.append(self)
         logger.info(
-            "Stepwell %s: path=%s chunks=%d used=%s capacity=%s chunk=%s",
+            "Stepwell %s: path=%s url=%s chunks=%d used=%s capacity=%s chunk=%s",
             stepwell.__version__,
             ",".join(map(str, self._settings.paths)),
+            MediumUrl.parse(self._settings.url).shown if self._settings.url else "",
             self._store.num_chunks,
             format_bytes(sum(self._store.used_bytes.values())),
             format_bytes(self._settings.capacity_bytes),
@@ -237,7 +239,10 @@ class StepwellTier(SecondaryTierManager):
 
     @_guarded("lookup", LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
-        """HIT or MISS, at once. A chunk whose read failed for this request stays a MISS."""
+        """HIT or MISS at once, or RETRY while a shared tier finds out, and not for long.
+
+        A chunk whose read failed for this request stays a MISS.
+        """
         state = self._requests.get(req_context.req_id)
         if state is None or self._root is None:
             return LookupResult.MISS
@@ -247,17 +252,31 @@ class StepwellTier(SecondaryTierManager):
             return LookupResult.MISS
         # PENDING is no hit: while a chunk is being written, the primary has it.
         full_key = make_key(self._root, key)
-        if self._store.lookup([full_key])[0] is not Lookup.HIT:
+        answer = self._store.lookup([full_key])[0]
+        if answer is Lookup.UNKNOWN:
+            return self._not_known(state, key)
+        if answer is not Lookup.HIT:
             state.miss(key, self._store.why_missed(full_key))
             return LookupResult.MISS
-        if not self._worth(state, key, req_context):
+        worth = self._worth(state, key, req_context)
+        if worth is None:
+            return self._not_known(state, key)
+        if not worth:
             state.miss(key, Reason.NOT_WORTH)
             return LookupResult.MISS
         state.hit(key)
         return LookupResult.HIT
 
-    def _worth(self, state: _Books, key: OffloadKey, req_context: Any) -> bool:
-        """Whether reading a chunk that is there ends sooner than computing it.
+    def _not_known(self, state: _Books, key: OffloadKey) -> LookupResult:
+        """What to say while a tier is finding out."""
+        answer = state.unknown(key, time.monotonic(), self._settings.slow_after_s)
+        return {
+            Lookup.HIT: LookupResult.HIT,
+            Lookup.UNKNOWN: LookupResult.RETRY,
+        }.get(answer, LookupResult.MISS)
+
+    def _worth(self, state: _Books, key: OffloadKey, req_context: Any) -> bool | None:
+        """Whether reading a chunk that is there ends sooner than computing it; None: not known yet.
 
         Decided once a request, with the first chunk that is a hit: for the prefix that begins
         with it, of its KV group. What vLLM asks of other groups follows from that.
@@ -273,13 +292,17 @@ class StepwellTier(SecondaryTierManager):
                 if end >= begin and get_offload_group_idx(other) == state.group
             )
             always = self._settings.read_when == "always"
+            patient = state.may_wait(time.monotonic(), self._settings.slow_after_s)
             ahead = self._store.look_ahead(
                 [make_key(self._root, other) for _, other in prefix],
                 chunk_bytes=self._row_bytes * len(self._chunk_tokens),
                 chunk_tokens=self._chunk_tokens[state.group or 0],
                 prefill_tokens_per_s=None if always else self._timer.rate.tokens_per_s,
                 floor_tokens=self._settings.min_read_tokens,
+                until_known=patient,
             )
+            if ahead.unknown and patient:
+                return None
             # Everything that is there, if it is all worth it: more may turn up.
             whole = ahead.num_worth >= ahead.num_hits
             end = prefix[ahead.num_worth - 1][0] if ahead.num_worth else 0

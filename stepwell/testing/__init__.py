@@ -17,16 +17,19 @@ import pytest
 
 # Before the import: a failing contract shows the values that it compared.
 pytest.register_assert_rewrite("stepwell.testing.contract", "stepwell.testing.driving",
-                               "stepwell.testing.machine")  # fmt: skip
+                               "stepwell.testing.machine", "stepwell.testing.shared")  # fmt: skip
 
-from stepwell.testing.contract import TierContract  # noqa: E402
+from stepwell.testing.contract import BoundedTierContract, TierContract  # noqa: E402
 from stepwell.testing.driving import Driver, buffer_of, key_of, payload_of  # noqa: E402
 from stepwell.testing.faulty import FaultyTier  # noqa: E402
 from stepwell.testing.machine import tier_machine  # noqa: E402
+from stepwell.testing.shared import SharedTierContract  # noqa: E402
 
 __all__ = [
+    "BoundedTierContract",
     "Driver",
     "FaultyTier",
+    "SharedTierContract",
     "TierContract",
     "buffer_of",
     "key_of",

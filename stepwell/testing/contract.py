@@ -1,4 +1,8 @@
-"""The contract of a tier, as a suite that every tier's tests inherit."""
+"""The contract of a tier, as suites that every tier's tests inherit.
+
+`TierContract` is every tier's; `BoundedTierContract` besides that of tiers which keep their own
+room, `stepwell.testing.shared.SharedTierContract` that of tiers on a medium that others use too.
+"""
 
 import random
 import threading
@@ -16,7 +20,7 @@ from stepwell.errors import ClosedError
 from stepwell.testing.driving import Driver, buffer_of, key_of, payload_of
 from stepwell.tiers.base import Tier, TierContext
 
-__all__ = ["TierContract"]
+__all__ = ["BoundedTierContract", "TierContract"]
 
 DONE = ChunkResult(Outcome.DONE)
 EXISTS = ChunkResult(Outcome.DONE, Reason.EXISTS)
@@ -80,10 +84,14 @@ class TierContract:
         """The names under which the tier counts what it does; together they tell all of it."""
         return [tier.name]
 
+    def make_clock(self) -> ManualClock:
+        """The clock that a test begins with."""
+        return ManualClock()
+
     @pytest.fixture(autouse=True)
     def _set_up(self, tmp_path: Path) -> Iterator[None]:
         self.place = tmp_path
-        self.clock = ManualClock()
+        self.clock = self.make_clock()
         self.context = TierContext(clock=self.clock)
         self._opened: list[Tier] = []
         yield
@@ -126,9 +134,9 @@ class TierContract:
     def test_contains_says_miss_before_a_write_and_hit_after(self) -> None:
         driver = self.open()
         keys = keys_of(3)
-        assert driver.tier.contains(keys) == [Lookup.MISS] * 3
+        assert driver.lookup(keys) == [Lookup.MISS] * 3
         assert driver.write(keys[:2]) == (DONE, DONE)
-        assert driver.tier.contains(keys) == [Lookup.HIT, Lookup.HIT, Lookup.MISS]
+        assert driver.lookup(keys) == [Lookup.HIT, Lookup.HIT, Lookup.MISS]
 
     def test_contains_answers_in_the_order_asked(self) -> None:
         driver = self.open()
@@ -460,10 +468,67 @@ class TierContract:
         assert self.value(driver, "read_chunks", outcome="done") == 4 * n
         assert self.value(driver, "read_chunks", outcome="miss", reason="absent") == 1
         assert self.value(driver, "read_bytes") == 4 * n * SIZE
+
+    # Deleting and using.
+
+    def test_a_deleted_chunk_is_a_miss_at_once(self) -> None:
+        """And can be written again; others stay."""
+        driver = self.open()
+        keys = keys_of(4)
+        driver.write(keys)
+        assert driver.tier.delete([*keys[:2], key_of("unknown")]) == 2
+        assert driver.present(keys) == [False] * 2 + [True] * 2
+        assert driver.read(keys)[0].results == (ABSENT, ABSENT, DONE, DONE)
+        assert driver.tier.delete(keys[:2]) == 0
+        assert driver.write(keys) == (DONE, DONE, EXISTS, EXISTS)
+        result, contents = driver.read(keys)
+        assert result.done
+        assert contents == [payload_of(key, SIZE) for key in keys]
+
+    def test_a_touch_says_what_is_there(self) -> None:
+        driver = self.open()
+        keys = keys_of(3)
+        driver.write([keys[1]])
+        assert driver.touch(keys) == (ABSENT, DONE, ABSENT)
+        assert driver.present(keys) == [False, True, False]
+
+    # A tier's life.
+
+    def test_what_a_tier_finds_when_it_is_made_again(self) -> None:
+        """A persistent tier finds all of it, whole; another begins empty."""
+        driver = self.open(64)
+        keys = keys_of(20)
+        driver.write(keys)
+        used_bytes = self.used_bytes(driver.tier)
+        driver = self.reopen(driver, 64)
+        assert driver.present(keys) == [self.persistent] * 20
+        assert self.used_bytes(driver.tier) == (used_bytes if self.persistent else 0)
+        result, contents = driver.read(keys)
+        assert result.done == self.persistent
+        if self.persistent:
+            assert contents == [payload_of(key, SIZE) for key in keys]
+
+    def test_two_tiers_at_two_places_do_not_meet(self) -> None:
+        here = self.open()
+        self.place = self.place / "elsewhere"
+        there = self.open()
+        here.write([key_of("mine")])
+        assert there.present([key_of("mine")]) == [False]
+        there.tier.delete([key_of("mine")])
+        assert here.present([key_of("mine")]) == [True]
+
+
+class BoundedTierContract(TierContract):
+    """What must hold besides for a tier that keeps its own room and its own order of use."""
+
+    def test_metrics_count_what_leaves_to_make_room(self) -> None:
+        n = self.granularity
+        driver = self.open(4 * n)
+        keys = keys_of(6 * n)
+        driver.write(keys[: 4 * n])
+        assert self.value(driver, "evicted_chunks") == 0
         driver.write(keys[4 * n :])
         assert self.value(driver, "evicted_chunks") == 2 * n
-
-    # Room.
 
     def test_a_deleted_chunk_is_a_miss_at_once_and_its_space_comes_back(self) -> None:
         n = self.granularity
@@ -597,13 +662,6 @@ class TierContract:
         assert driver.present(begin) == [True] * n
         assert driver.present(end) == [False] * n
 
-    def test_a_touch_says_what_is_there(self) -> None:
-        driver = self.open()
-        keys = keys_of(3)
-        driver.write([keys[1]])
-        assert driver.touch(keys) == (ABSENT, DONE, ABSENT)
-        assert driver.present(keys) == [False, True, False]
-
     def test_a_leased_chunk_is_not_evicted(self) -> None:
         n = self.granularity
         driver = self.open(4 * n)
@@ -638,22 +696,6 @@ class TierContract:
         assert self.context.metrics.value("write_chunks", outcome="full", reason="capacity") == 1
         assert driver.write([key_of("x")]) == (DONE,)
 
-    # A tier's life.
-
-    def test_what_a_tier_finds_when_it_is_made_again(self) -> None:
-        """A persistent tier finds all of it, whole; another begins empty."""
-        driver = self.open(64)
-        keys = keys_of(20)
-        driver.write(keys)
-        used_bytes = self.used_bytes(driver.tier)
-        driver = self.reopen(driver, 64)
-        assert driver.present(keys) == [self.persistent] * 20
-        assert self.used_bytes(driver.tier) == (used_bytes if self.persistent else 0)
-        result, contents = driver.read(keys)
-        assert result.done == self.persistent
-        if self.persistent:
-            assert contents == [payload_of(key, SIZE) for key in keys]
-
     def test_the_order_of_use_when_a_tier_is_made_again(self) -> None:
         """A persistent tier shortens the prefix that was not used for longest, from its end."""
         n = self.granularity
@@ -682,12 +724,3 @@ class TierContract:
         assert self.used_bytes(driver.tier) <= 5 * n * self.size_of(SIZE)
         driver.write(keys_of(2 * n, "new"))
         assert self.used_bytes(driver.tier) <= 5 * n * self.size_of(SIZE)
-
-    def test_two_tiers_at_two_places_do_not_meet(self) -> None:
-        here = self.open()
-        self.place = self.place / "elsewhere"
-        there = self.open()
-        here.write([key_of("mine")])
-        assert there.present([key_of("mine")]) == [False]
-        there.tier.delete([key_of("mine")])
-        assert here.present([key_of("mine")]) == [True]

@@ -113,6 +113,15 @@ class Driver:
             assert time.monotonic() < give_up_s, f"never came: {what}"
             time.sleep(0.0005)
 
+    def lookup(self, keys: Iterable[Key]) -> list[Lookup]:
+        """What `contains` says, asked again until it knows."""
+        wanted = list(keys)
+        give_up_s = time.monotonic() + TIMEOUT_S
+        while Lookup.UNKNOWN in (answers := self.tier.contains(wanted)):
+            assert time.monotonic() < give_up_s, "never found out"
+            time.sleep(0.0002)
+        return answers
+
     def present(self, keys: Iterable[Key]) -> list[bool]:
-        """For each key whether `contains` says HIT."""
-        return [answer is Lookup.HIT for answer in self.tier.contains(list(keys))]
+        """For each key whether `lookup` says HIT."""
+        return [answer is Lookup.HIT for answer in self.lookup(keys)]

@@ -1,6 +1,6 @@
 """The tier interface, and what every tier is handed at construction."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -8,10 +8,10 @@ from stepwell.clock import Clock, SystemClock
 from stepwell.core.keys import Key
 from stepwell.core.leases import LeaseTable
 from stepwell.core.registry import RootRegistry
-from stepwell.core.types import Job, JobResult, Lookup
+from stepwell.core.types import Job, JobResult, Lookup, Reason
 from stepwell.metrics import Metrics
 
-__all__ = ["Tier", "TierContext"]
+__all__ = ["Tier", "TierContext", "believed", "why_missed"]
 
 _LAST_S = float(0xFFFFFFFF)
 
@@ -39,7 +39,10 @@ class Tier(Protocol):
     A tier may have more to tell, and is asked for it by name: ``used_bytes``; ``capacity_bytes``;
     ``available``, whether it would take a job at present, taken for True where it is missing;
     ``under_way``, the operations that are running now as (job id or -1, monotonic seconds of its
-    begin), which lets a breaker see a medium that stands still.
+    begin), which lets a breaker see a medium that stands still; ``troubles``, a deque of when
+    operations began that failed and were no job's; ``finds_out``, whether a miss is the medium's
+    own answer; ``believes``, see `believed`; ``why_missed``, the reason of a MISS that `contains`
+    has just said.
 
     Threading: one thread calls; a tier's own threads do the work. No method but `close` waits
         for I/O, hashes a payload or touches a directory.
@@ -56,9 +59,10 @@ class Tier(Protocol):
         ...
 
     def contains(self, keys: Sequence[Key]) -> list[Lookup]:
-        """HIT, PENDING (being written) or MISS for each key. Changes nothing.
+        """HIT, PENDING (being written), UNKNOWN or MISS for each key. Changes no chunk.
 
-        A HIT is a hint: the read may still be a miss.
+        A HIT is a hint: the read may still be a miss. UNKNOWN is said by a tier that has to find
+        out, and goes on to do so.
         """
         ...
 
@@ -80,3 +84,18 @@ class Tier(Protocol):
     def close(self) -> None:
         """Stop. Waits for what has begun, gives up the rest; `poll` still reports all of it."""
         ...
+
+
+def believed(tier: Tier, keys: Sequence[Key]) -> list[Lookup]:
+    """What a tier says of keys without going on to find out what it does not know."""
+    believes: Callable[[Sequence[Key]], list[Lookup]] = getattr(tier, "believes", tier.contains)
+    return believes(keys)
+
+
+def why_missed(tiers: Sequence[Tier], key: Key) -> Reason:
+    """Why no tier has a chunk: ABSENT, or the first other reason that one of them gives."""
+    for tier in tiers:
+        reason: Reason = getattr(tier, "why_missed", lambda key: Reason.ABSENT)(key)
+        if reason is not Reason.ABSENT:
+            return reason
+    return Reason.ABSENT

@@ -177,8 +177,10 @@ class DiskTier(ThreadedTier):
 
     # Jobs; on the runner's threads.
 
-    def run_batch(self, direction: Direction, chunks: Sequence[Chunk]) -> Sequence[ChunkResult]:
-        """See `stepwell.tiers.jobs.Work.run_batch`."""
+    def run_batch(
+        self, direction: Direction, chunks: Sequence[Chunk], within_s: float
+    ) -> Sequence[ChunkResult]:
+        """See `stepwell.tiers.jobs.Work.run_batch`; what has begun is not stopped."""
         return self._read(chunks) if direction is Direction.READ else self._write(chunks)
 
     def use(self, prefix: Sequence[Key]) -> Sequence[bool]:

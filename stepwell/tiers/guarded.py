@@ -1,13 +1,14 @@
 """A tier behind a breaker: one that fails or stands still is not asked for a while."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from stepwell.core.keys import Key
 from stepwell.core.types import ChunkResult, Direction, Job, JobResult, Lookup, Outcome, Reason
 from stepwell.errors import ClosedError
 from stepwell.policy.breaker import Breaker, State
-from stepwell.tiers.base import Tier, TierContext
+from stepwell.tiers.base import Tier, TierContext, believed, why_missed
 from stepwell.tiers.outcomes import count_results
 
 __all__ = ["GuardedTier"]
@@ -19,7 +20,11 @@ _REFUSED = {
 }
 
 # Misses for which the medium was read, and answered.
+_ANSWERED = frozenset({Reason.ABSENT, Reason.EXISTS, Reason.EXPIRED})
 _READ_AND_WRONG = frozenset({Reason.CHECKSUM, Reason.HEADER, Reason.IDENTITY, Reason.TRUNCATED})
+
+
+_NO_TROUBLES: deque[float] = deque()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,7 @@ class GuardedTier:
         self._overdue: dict[tuple[int, float], int] = {}
         self._late_jobs: set[int] = set()
         self._closed = False
+        self._finds_out: bool = getattr(tier, "finds_out", False)
 
     @property
     def available(self) -> bool:
@@ -64,7 +70,26 @@ class GuardedTier:
 
     def contains(self, keys: Sequence[Key]) -> list[Lookup]:
         """See `stepwell.tiers.base.Tier.contains`."""
-        return self.tier.contains(keys) if self.available else [Lookup.MISS] * len(keys)
+        if not self.available:
+            return [Lookup.MISS] * len(keys)
+        if self._finds_out and self.breaker.state is not State.CLOSED:
+            # Whether it is well again a job will tell, which is one probe and not any number.
+            believes = believed(self.tier, keys)
+            return [Lookup.MISS if each is Lookup.UNKNOWN else each for each in believes]
+        return self.tier.contains(keys)
+
+    def believes(self, keys: Sequence[Key]) -> list[Lookup]:
+        """See `stepwell.tiers.base.believed`."""
+        return believed(self.tier, keys) if self.available else [Lookup.MISS] * len(keys)
+
+    def why_missed(self, key: Key) -> Reason:
+        """Why `contains` has just said MISS."""
+        reason = why_missed([self.tier], key)
+        if self.breaker.state is State.CLOSED or reason is not Reason.ABSENT:
+            return reason if self.available else Reason.BREAKER
+        answer = believed(self.tier, [key])[0]
+        may_be_there = answer is Lookup.UNKNOWN or (answer is Lookup.HIT and not self.available)
+        return Reason.BREAKER if may_be_there else Reason.ABSENT
 
     def submit(self, job: Job) -> None:
         """See `stepwell.tiers.base.Tier.submit`."""
@@ -98,6 +123,7 @@ class GuardedTier:
                 self._late_jobs.discard(result.job_id)  # the breaker has heard of it
             else:
                 self._judge(result, begun, now_s)
+        self._hear_of_troubles(now_s)
         self._look_for_overdue(now_s)
         refused, self._refused = self._refused, []
         return results + refused
@@ -124,13 +150,23 @@ class GuardedTier:
         reasons = {chunk.reason for chunk in result.results}
         if any(chunk.outcome is Outcome.FAILED for chunk in result.results):
             self.breaker.on_error(begun.at_s, now_s)
-        elif result.moved_bytes or reasons & _READ_AND_WRONG:
+        elif result.moved_bytes or reasons & _READ_AND_WRONG or self._was_answered(reasons):
             self.breaker.on_done(begun.at_s, result.slowest_s, now_s)
         elif Reason.DEADLINE in reasons and self._stands_still(now_s):
             # It never began, because nothing that did has come back.
             self.breaker.on_overdue(begun.at_s, now_s)
         else:
             self.breaker.on_given_up(begun.at_s)  # the medium was not asked: absent, refused
+
+    def _was_answered(self, reasons: Set[Reason]) -> bool:
+        """Whether a job that moved nothing has had an answer: of a tier that has to find out."""
+        return self._finds_out and bool(reasons & _ANSWERED)
+
+    def _hear_of_troubles(self, now_s: float) -> None:
+        """Of what failed and was no job's, such as asking what is there."""
+        troubles: deque[float] = getattr(self.tier, "troubles", _NO_TROUBLES)
+        while troubles:
+            self.breaker.on_error(troubles.popleft(), now_s)
 
     def _stands_still(self, now_s: float) -> bool:
         limit_s = self.breaker.latency_limit_s

@@ -112,8 +112,10 @@ class HostTier(ThreadedTier):
             self._stored.clear()
             self._spare.clear()
 
-    def run_batch(self, direction: Direction, chunks: Sequence[Chunk]) -> Sequence[ChunkResult]:
-        """See `stepwell.tiers.jobs.Work.run_batch`."""
+    def run_batch(
+        self, direction: Direction, chunks: Sequence[Chunk], within_s: float
+    ) -> Sequence[ChunkResult]:
+        """See `stepwell.tiers.jobs.Work.run_batch`; what has begun is not stopped."""
         one = self._read if direction is Direction.READ else self._write
         return [one(chunk) for chunk in chunks]
 

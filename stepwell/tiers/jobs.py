@@ -52,8 +52,14 @@ class Work(Protocol):
         """The tier's name, for threads, results and metrics."""
         ...
 
-    def run_batch(self, direction: Direction, chunks: Sequence[Chunk]) -> Sequence[ChunkResult]:
-        """Read or write consecutive chunks of one job; one result each."""
+    def run_batch(
+        self, direction: Direction, chunks: Sequence[Chunk], within_s: float
+    ) -> Sequence[ChunkResult]:
+        """Read or write consecutive chunks of one job; one result each.
+
+        ``within_s`` is what is left of the job's time, above zero or not: whoever can stop an
+        operation that takes longer does so.
+        """
         ...
 
     def use(self, prefix: Sequence[Key]) -> Sequence[bool]:
@@ -356,7 +362,7 @@ class JobRunner:
         while (taken := self._take(thread_idx, writes_first)) is not None:
             if isinstance(taken, tuple):
                 running, idxs = taken
-                results = self._run(running.job, idxs)
+                results = self._run(running, idxs)
                 self._serve(thread_idx, running, list(zip(idxs, results, strict=True)))
                 self._run_aside(thread_idx, self._work.settle)
             else:
@@ -398,7 +404,7 @@ class JobRunner:
                 self._under_way[thread_idx] = (joined[0][0].job.job_id, self._clock.monotonic())
             if result.outcome is Outcome.DONE:
                 other, idx = joined[0]
-                (result,) = self._run(other.job, [idx])
+                (result,) = self._run(other, [idx])
             for other, idx in joined:
                 self._end_chunks(other, [(idx, result)])
 
@@ -425,10 +431,13 @@ class JobRunner:
             return ChunkResult(Outcome.MISS, Reason.CHECKSUM)
         return result
 
-    def _run(self, job: Job, idxs: Sequence[int]) -> Sequence[ChunkResult]:
+    def _run(self, running: _Running, idxs: Sequence[int]) -> Sequence[ChunkResult]:
+        job = running.job
         try:
             if job.direction is not Direction.TOUCH:
-                return self._work.run_batch(job.direction, [job.chunks[idx] for idx in idxs])
+                left_s = running.submitted_s + job.deadline_s - self._clock.monotonic()
+                chunks = [job.chunks[idx] for idx in idxs]
+                return self._work.run_batch(job.direction, chunks, left_s)
             found = self._work.use([chunk.key for chunk in job.chunks])
             absent = ChunkResult(Outcome.MISS, Reason.ABSENT)
             return [DONE if here else absent for here in found]

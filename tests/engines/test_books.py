@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from stepwell.clock import ManualClock
 from stepwell.core.leases import LeaseTable
-from stepwell.core.types import Reason
+from stepwell.core.types import Lookup, Reason
 from stepwell.engines.books import RequestBooks
 from stepwell.metrics import Metrics
 from stepwell.testing import key_of
@@ -190,3 +190,31 @@ def test_requests_add_up(numbers: list[int]) -> None:
         books.count(metrics, dict.fromkeys(range(number), 16))
     assert metrics.value("asked_tokens") == 16 * sum(numbers)
     assert metrics.value("lookups") == sum(numbers)
+
+
+# Tiers that have to find out.
+
+
+def test_a_request_waits_for_what_is_not_known_and_not_for_ever() -> None:
+    books: RequestBooks[str] = RequestBooks()
+    assert books.may_wait(0.0, 2.0)
+    assert books.unknown("a", 10.0, 2.0) is Lookup.UNKNOWN
+    assert books.unknown("b", 11.9, 2.0) is Lookup.UNKNOWN
+    assert books.misses == {}
+    assert books.unknown("b", 12.0, 2.0) is Lookup.MISS
+    assert books.misses == {"b": Reason.DEADLINE}
+    assert not books.may_wait(12.0, 2.0)
+    assert not books.may_ask("b")
+
+
+def test_what_was_known_before_goes_on_to_hold() -> None:
+    """A request that stays in the queue asks at every step, and beliefs age meanwhile."""
+    books: RequestBooks[str] = RequestBooks()
+    assert books.unknown("hit", 0.0, 2.0) is Lookup.UNKNOWN
+    books.hit("hit")
+    books.miss("miss", Reason.ABSENT)
+    for now_s in (1.0, 100.0, 10_000.0):
+        assert books.unknown("hit", now_s, 2.0) is Lookup.HIT
+        assert books.unknown("miss", now_s, 2.0) is Lookup.MISS
+    assert books.misses == {"miss": Reason.ABSENT}
+    assert books.may_ask("miss"), "another engine may write it yet"

@@ -5,15 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from stepwell.testing import TierContract, tier_machine
+from stepwell.testing import BoundedTierContract, tier_machine
+from stepwell.testing.stalling import stalled_calls
 from stepwell.tiers import blockio, drive
 from stepwell.tiers.base import TierContext
 from stepwell.tiers.disk import DiskTier, slot_cost_bytes
 
-from .stalling import stalled_calls
 
-
-class TestDiskTier(TierContract):
+class TestDiskTier(BoundedTierContract):
     """Slots in extents, found again after a restart."""
 
     persistent = True

@@ -15,6 +15,7 @@ from stepwell.core.record import HEADER_BYTES, Header, record_bytes
 from stepwell.core.types import Chunk, ChunkResult, Direction, Lookup, Outcome, Reason
 from stepwell.errors import ConfigError
 from stepwell.testing import Driver, buffer_of, key_of, payload_of
+from stepwell.testing.stalling import stalled_calls
 from stepwell.tiers import blockio, extents, ledger, table
 from stepwell.tiers.directory import StoreDirectory
 from stepwell.tiers.disk import slot_cost_bytes
@@ -22,7 +23,6 @@ from stepwell.tiers.outcomes import ALREADY_THERE
 
 from .conftest import DiskPlace, Slot, remove_at_once
 from .faulty_os import FaultyOs
-from .stalling import stalled_calls
 
 DONE = ChunkResult(Outcome.DONE)
 KEYS = [key_of(f"c{idx}") for idx in range(4)]

@@ -20,13 +20,13 @@ from stepwell.core.keys import Key
 from stepwell.core.types import Chunk, ChunkResult, Direction, Lookup, Outcome, Reason
 from stepwell.errors import ConfigError
 from stepwell.testing import Driver, buffer_of, key_of, payload_of
+from stepwell.testing.stalling import stalled_calls
 from stepwell.tiers import blockio, drive, frames, jobs
 from stepwell.tiers.directory import StoreDirectory
 from stepwell.tiers.disk import slot_cost_bytes
 
 from .conftest import DiskPlace, Slot
 from .faulty_os import CALLS, NEED_SPACE, FaultyOs
-from .stalling import stalled_calls
 
 KEYS = [key_of(idx) for idx in range(12)]
 BIG = [key_of(f"big {idx}") for idx in range(3)]

@@ -22,14 +22,13 @@ from stepwell.core.types import (
 )
 from stepwell.errors import ClosedError
 from stepwell.policy.breaker import Breaker, State
-from stepwell.testing import TierContract, key_of, tier_machine
+from stepwell.testing import BoundedTierContract, key_of, tier_machine
+from stepwell.testing.stalling import stalled_calls
 from stepwell.tiers import blockio, host
 from stepwell.tiers.base import TierContext
 from stepwell.tiers.disk import DiskTier, slot_cost_bytes
 from stepwell.tiers.guarded import GuardedTier
 from stepwell.tiers.host import HostTier
-
-from .stalling import stalled_calls
 
 LIMIT_S = 2.0
 OPEN_S = 5.0
@@ -48,7 +47,7 @@ def patient() -> Breaker:
     return Breaker(latency_limit_s=1e6)
 
 
-class TestGuardedDisk(TierContract):
+class TestGuardedDisk(BoundedTierContract):
     """Around the tier that it is made for."""
 
     persistent = True
@@ -73,7 +72,7 @@ class TestGuardedDisk(TierContract):
             yield
 
 
-class TestGuardedHost(TierContract):
+class TestGuardedHost(BoundedTierContract):
     """Around a tier of another kind."""
 
     def make_tier(

@@ -7,17 +7,16 @@ import numpy as np
 import pytest
 
 from stepwell.core.types import ChunkResult, Outcome, Reason
-from stepwell.testing import TierContract, key_of, payload_of, tier_machine
+from stepwell.testing import BoundedTierContract, key_of, payload_of, tier_machine
+from stepwell.testing.stalling import stalled_calls
 from stepwell.tiers import host
 from stepwell.tiers.base import TierContext
 from stepwell.tiers.host import HostTier
 
-from .stalling import stalled_calls
-
 DONE = ChunkResult(Outcome.DONE)
 
 
-class TestHostTier(TierContract):
+class TestHostTier(BoundedTierContract):
     """Chunks in DRAM; they do not outlive the process."""
 
     def make_tier(

@@ -53,7 +53,9 @@ class Bench:
 
     # The work.
 
-    def run_batch(self, direction: Direction, chunks: Sequence[Chunk]) -> list[ChunkResult]:
+    def run_batch(
+        self, direction: Direction, chunks: Sequence[Chunk], within_s: float
+    ) -> list[ChunkResult]:
         self.batches.append((direction, [chunk.key for chunk in chunks]))
         self.during()
         self.gate.wait(60)

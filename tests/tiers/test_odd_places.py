@@ -22,6 +22,7 @@ from stepwell.core.keys import Key
 from stepwell.core.types import Direction, Lookup
 from stepwell.errors import ConfigError
 from stepwell.testing import Driver, key_of, payload_of
+from stepwell.testing.stalling import stalled_calls
 from stepwell.tiers import blockio, journal
 from stepwell.tiers.base import TierContext
 from stepwell.tiers.directory import StoreDirectory
@@ -29,7 +30,6 @@ from stepwell.tiers.disk import DiskTier
 from stepwell.tiers.journal import Journal
 
 from .conftest import DiskPlace, remove_at_once
-from .stalling import stalled_calls
 
 KEYS = [key_of(idx) for idx in range(8)]
 

@@ -1,0 +1,106 @@
+"""The kinds of media by the schemes of their URLs, and opening one."""
+
+import difflib
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stepwell.errors import ConfigError
+from stepwell.tiers.media.base import Medium, Promises
+from stepwell.tiers.media.urls import MediumUrl
+
+__all__ = ["KINDS", "Kind", "kind_of", "open_medium"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of medium.
+
+    Attributes:
+        name: of the tier, in metrics and reports.
+        schemes: of its URLs.
+        example: of a URL.
+        words: what it is, in a line.
+        promises: see there.
+        module: where its ``open_medium(url, timeout_s)`` is; "" for the disk tier, which is no
+            medium.
+        needs: the package that it imports; "" if none.
+        extra: what to install for that.
+    """
+
+    name: str
+    schemes: tuple[str, ...]
+    example: str
+    words: str
+    promises: Promises
+    module: str = ""
+    needs: str = ""
+    extra: str = ""
+
+    @property
+    def installed(self) -> bool:
+        """Whether what it needs can be imported."""
+        return not self.needs or importlib.util.find_spec(self.needs) is not None
+
+
+KINDS: tuple[Kind, ...] = (
+    Kind(
+        "disk",
+        ("file",),
+        "file:///mnt/nvme/kv",
+        "local drives, one directory each, of one engine; the same as --path",
+        Promises(durable=True, shared=False, expires=False, evicts="stepwell"),
+    ),
+    Kind(
+        "redis",
+        ("redis", "rediss", "valkey"),
+        "redis://user:password@host:6379/0",
+        "Redis or Valkey, one server or a cluster; rediss:// over TLS",
+        Promises(durable=False, shared=True, expires=True, evicts="server"),
+        "stepwell.tiers.media.redis",
+        "redis",
+        "redis",
+    ),
+)
+
+
+def kind_of(url: MediumUrl) -> Kind:
+    """The kind that a URL names.
+
+    Raises:
+        ConfigError: none does.
+    """
+    by_scheme = {scheme: kind for kind in KINDS for scheme in kind.schemes}
+    kind = by_scheme.get(url.scheme)
+    if kind is None:
+        known = list(by_scheme)
+        near = difflib.get_close_matches(url.scheme, known, n=1)
+        hint = f'; the nearest is "{near[0]}"' if near else ""
+        raise ConfigError(
+            f'there is no kind of storage "{url.scheme}"{hint}: url={url.shown} '
+            f"known={','.join(known)}"
+        )
+    return kind
+
+
+def open_medium(url: MediumUrl, timeout_s: float) -> Medium:
+    """The medium that a URL names; nobody is asked yet.
+
+    Args:
+        url: of it.
+        timeout_s: how long the other side may keep silent.
+
+    Raises:
+        ConfigError: something in the URL is wrong, or a package is missing.
+    """
+    kind = kind_of(url)
+    if not kind.module:
+        raise ConfigError(f"the disk tier is given by a path: url={url.shown}")
+    if not kind.installed:
+        raise ConfigError(
+            f"{url.scheme}:// needs the package {kind.needs}; install it with "
+            f"pip install 'stepwell[{kind.extra}]': url={url.shown}"
+        )
+    opens: Callable[[MediumUrl, float], Medium] = importlib.import_module(kind.module).open_medium
+    return opens(url, timeout_s)
