@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from stepwell.core.keys import Key, root_of
-from stepwell.core.record import Header, payload_checksum, record_bytes, verify
+from stepwell.core.record import Header, payload_checksum, record_bytes
 from stepwell.core.types import (
     Chunk,
     ChunkResult,
@@ -18,14 +18,13 @@ from stepwell.core.types import (
     Outcome,
     Reason,
 )
-from stepwell.errors import DataError
 from stepwell.policy.endurance import EnduranceState
 from stepwell.tiers.base import TierContext
 from stepwell.tiers.blockio import MAX_RUN
 from stepwell.tiers.drive import FAILED, Drive
 from stepwell.tiers.jobs import JobRunner
 from stepwell.tiers.ledger import Evicted
-from stepwell.tiers.outcomes import ALREADY_THERE, DONE, read_failure, write_refusal
+from stepwell.tiers.outcomes import ALREADY_THERE, DONE, read_failure, verdict, write_refusal
 from stepwell.tiers.slots import BOOKKEEPING_BYTES
 from stepwell.tiers.threaded import ThreadedTier
 
@@ -249,7 +248,7 @@ class DiskTier(ThreadedTier):
             logger.warning("a read failed: path=%s error=%s", self._drive.path, error)
             return [(idx, read_failure(error)) for _, _, idx in run]
         return [
-            (idx, _verdict(page, chunk, int(now_s * 1e6)))
+            (idx, verdict(page, chunk, int(now_s * 1e6)))
             for (_, _, idx), page, chunk in zip(run, pages, wanted, strict=True)
         ]
 
@@ -401,16 +400,3 @@ def _runs(
         ):
             yield entries[begin:idx]
             begin = idx
-
-
-def _verdict(page: memoryview | None, chunk: Chunk, now_us: int) -> ChunkResult:
-    if page is None:
-        return ChunkResult(Outcome.MISS, Reason.TRUNCATED)
-    try:
-        header = Header.unpack(page)
-        verify(header, chunk.buffer, chunk.key, now_us)
-    except DataError as error:
-        return ChunkResult(Outcome.MISS, Reason(error.reason))
-    if header.expires_at_us:
-        return ChunkResult(Outcome.DONE, Reason.NONE, header.expires_at_us / 1e6)
-    return DONE

@@ -4,10 +4,20 @@ import errno
 from collections import Counter
 from collections.abc import Sequence
 
-from stepwell.core.types import ChunkResult, Direction, Outcome, Reason
+from stepwell.core.record import Header, verify
+from stepwell.core.types import Chunk, ChunkResult, Direction, Outcome, Reason
+from stepwell.errors import DataError
 from stepwell.metrics import Metrics
 
-__all__ = ["ALREADY_THERE", "DONE", "NO_ROOM", "count_results", "read_failure", "write_refusal"]
+__all__ = [
+    "ALREADY_THERE",
+    "DONE",
+    "NO_ROOM",
+    "count_results",
+    "read_failure",
+    "verdict",
+    "write_refusal",
+]
 
 DONE = ChunkResult(Outcome.DONE)
 ALREADY_THERE = ChunkResult(Outcome.DONE, Reason.EXISTS)
@@ -31,6 +41,26 @@ def count_results(
     num_bytes = sum(size_bytes for size_bytes, result in found if result == DONE)
     if num_bytes:
         metrics.add(f"{direction}_bytes", (tier,), num_bytes)
+
+
+def verdict(page: memoryview | bytes | None, chunk: Chunk, now_us: int) -> ChunkResult:
+    """Whether a record that was read is the chunk's: its header's page, and what has arrived.
+
+    Args:
+        page: None where the record was cut.
+        chunk: whose buffer has the payload.
+        now_us: microseconds since the epoch.
+    """
+    if page is None:
+        return ChunkResult(Outcome.MISS, Reason.TRUNCATED)
+    try:
+        header = Header.unpack(page)
+        verify(header, chunk.buffer, chunk.key, now_us)
+    except DataError as error:
+        return ChunkResult(Outcome.MISS, Reason(error.reason))
+    if header.expires_at_us:
+        return ChunkResult(Outcome.DONE, Reason.NONE, header.expires_at_us / 1e6)
+    return DONE
 
 
 def read_failure(error: OSError) -> ChunkResult:

@@ -6,13 +6,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from stepwell.core.keys import Key, Root, fingerprint
-from stepwell.core.record import Header, payload_checksum, verify
+from stepwell.core.record import Header, payload_checksum
 from stepwell.core.types import Chunk, ChunkResult, Direction, Lookup, Outcome, Reason
-from stepwell.errors import DataError, TierError
+from stepwell.errors import TierError
 from stepwell.tiers.base import TierContext
 from stepwell.tiers.jobs import JobRunner
-from stepwell.tiers.media.base import Medium, Page, Record, Stats, Wanted
-from stepwell.tiers.outcomes import ALREADY_THERE, DONE
+from stepwell.tiers.media.base import Medium, Record, Stats, Wanted
+from stepwell.tiers.outcomes import ALREADY_THERE, DONE, verdict
 from stepwell.tiers.presence import Presence, Question
 from stepwell.tiers.threaded import ThreadedTier
 
@@ -217,7 +217,7 @@ class SharedTier(ThreadedTier):
         now_us = int(self._context.wall_s() * 1e6)
         for idx, each in zip(idxs, found, strict=True):
             results[idx] = (
-                each if isinstance(each, ChunkResult) else _verdict(each, chunks[idx], now_us)
+                each if isinstance(each, ChunkResult) else verdict(each, chunks[idx], now_us)
             )
 
     def _set_aside(
@@ -406,14 +406,3 @@ class SharedTier(ThreadedTier):
 
     def _now_s(self) -> float:
         return self._context.clock.monotonic()
-
-
-def _verdict(page: Page, chunk: Chunk, now_us: int) -> ChunkResult:
-    try:
-        header = Header.unpack(page)
-        verify(header, chunk.buffer, chunk.key, now_us)
-    except DataError as error:
-        return ChunkResult(Outcome.MISS, Reason(error.reason))
-    if header.expires_at_us:
-        return ChunkResult(Outcome.DONE, Reason.NONE, header.expires_at_us / 1e6)
-    return DONE
