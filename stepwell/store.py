@@ -175,7 +175,7 @@ class Store:
     def why_missed(self, key: Key) -> Reason:
         """Why `lookup` just said MISS: BREAKER if a tier may have the chunk that is not asked,
         another reason if a shared tier could not say, else ABSENT."""
-        return why_missed(self.guards, key)
+        return why_missed(self.tiers, key)
 
     def look_ahead(
         self,

@@ -17,7 +17,7 @@ from stepwell.core.types import (
     Reason,
 )
 from stepwell.errors import ClosedError
-from stepwell.tiers.base import Tier, TierContext
+from stepwell.tiers.base import Tier, TierContext, why_missed
 from stepwell.tiers.outcomes import count_results
 
 __all__ = ["StripedTier", "best_answers", "best_tiers"]
@@ -109,6 +109,10 @@ class StripedTier:
     def contains(self, keys: Sequence[Key]) -> list[Lookup]:
         """See `stepwell.tiers.base.Tier.contains`."""
         return best_answers(self.drives, keys)
+
+    def why_missed(self, key: Key) -> Reason:
+        """Why `contains` has just said MISS: for one of the drives, if for more than absence."""
+        return why_missed(self.drives, key)
 
     def submit(self, job: Job) -> None:
         """See `stepwell.tiers.base.Tier.submit`."""

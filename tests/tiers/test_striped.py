@@ -433,6 +433,8 @@ def test_a_drive_that_hangs_does_not_hold_up_the_others(array: Array, direction:
         for _ in range(3):
             array.pass_time(1.5, hanging=1)
         assert array.guards[1].breaker.state is State.OPEN
+        assert array.tier.why_missed(KEYS[1]) is Reason.BREAKER
+        assert array.tier.why_missed(key_of("nowhere")) is Reason.ABSENT
         assert array.driver.present(KEYS) == [idx % 3 != 1 for idx in range(12)]
         assert array.driver.read(KEYS[::3])[0].done
         new = [key_of(f"new {idx}") for idx in range(4)]
