@@ -106,8 +106,19 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from stepwell.ops.inspect import inspect_store
     from stepwell.ops.report import inspect_json, inspect_text
 
+    if "://" in arguments.path and not arguments.path.startswith("file:"):
+        return _inspect_shared(arguments)
     report = inspect_store(_directory(arguments.path), rated_dwpd=arguments.rated_dwpd)
     _print(inspect_json(report) if arguments.json else inspect_text(report))
+    return EXIT_OK
+
+
+def _inspect_shared(arguments: argparse.Namespace) -> int:
+    from stepwell.ops.shared import inspect_url, shared_json, shared_text
+    from stepwell.tiers.media.urls import MediumUrl
+
+    report = inspect_url(MediumUrl.parse(arguments.path))
+    _print(shared_json(report) if arguments.json else shared_text(report))
     return EXIT_OK
 
 
@@ -175,6 +186,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         "max_tokens": arguments.max_tokens,
         "compare_fs": arguments.compare_fs,
         "capacity": arguments.capacity,
+        "url": arguments.url,
         "keep": arguments.keep,
     }
     options = DemoOptions(**{name: value for name, value in given.items() if value is not None})
@@ -184,8 +196,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _bench_storage(arguments: argparse.Namespace) -> int:
-    from stepwell.bench.storage import StorageOptions, run_storage
-    from stepwell.bench.storage_report import storage_json, storage_text
+    from stepwell.bench.storage_options import StorageOptions
 
     given = {
         "paths": tuple(arguments.path),
@@ -198,8 +209,19 @@ def _bench_storage(arguments: argparse.Namespace) -> int:
         "small_pages": arguments.small_pages,
     }
     known = {name: value for name, value in given.items() if value not in (None, ())}
-    result = run_storage(StorageOptions(**known))
-    _print(storage_json(result) if arguments.json else storage_text(result))
+    options = StorageOptions(**known)
+    if options.has_url:
+        from stepwell.bench.medium import run_medium
+        from stepwell.bench.medium_report import medium_json, medium_text
+
+        found = run_medium(options)
+        _print(medium_json(found) if arguments.json else medium_text(found))
+    else:
+        from stepwell.bench.storage import run_storage
+        from stepwell.bench.storage_report import storage_json, storage_text
+
+        result = run_storage(options)
+        _print(storage_json(result) if arguments.json else storage_text(result))
     return EXIT_OK  # whatever was measured: a time decides nothing
 
 
@@ -337,12 +359,15 @@ def _add_demo(commands: "Commands[_Parser]") -> None:
         "measure a real vLLM with and without Stepwell, on the CPU",
         """\
 Start a real vLLM (its CPU build) with Stepwell, send it long prompts, stop it, and ask a fresh
-one the same. Measured beside each other: keys and values read back from the drive, computed
-again, and taken from the engine's own prefix cache. The answers are compared token by token.
-Takes some minutes. Works in a new folder and removes it at the end.""",
+one the same. Measured beside each other: keys and values read back from the drive, or from what
+--url names, computed again, and taken from the engine's own prefix cache. The answers are
+compared token by token. Takes some minutes. Works in a new folder and removes it at the end.""",
         """\
-example: a quick one, kept for a look at its store
+examples:
   stepwell demo --sessions 2 --prompt-tokens 1000 --keep
+      a quick one, kept for a look at its store
+  stepwell demo --url redis://127.0.0.1
+      with a Redis as the only tier below the host
 
 Exit status: 0 all answers were equal and every token is accounted for, 1 they were not, 2 it
 could not be run.""",
@@ -375,6 +400,11 @@ could not be run.""",
     parser.add_argument(
         "--capacity", metavar="SIZE", help="of the store on the drive (default 20GiB)"
     )
+    parser.add_argument(
+        "--url", metavar="URL",
+        help="measure storage that engines share in place of a drive, such as redis://host; "
+        "`stepwell tiers` lists the kinds; what was written there is erased at the end",
+    )  # fmt: skip
     parser.add_argument(
         "--keep", action="store_true", help="keep the folder with the store and the logs"
     )
@@ -463,12 +493,17 @@ instead, which takes longer, and says so.
 
 Also mentioned: slots used and free, what was set aside because it was wrong, how much was
 written to the drive and how long it lasts at that, and memory in /dev/shm that a stopped vLLM
-left behind.""",
+left behind.
+
+Of storage that engines share, named by its url, it says what that says of itself; of a shared
+directory who uses it, who sweeps it, and what lies there of each root, for which every folder of
+it is listed. Ages there are by this host's clock, and off by as much as that is.""",
         """\
-example:
-  stepwell inspect /mnt/nvme/kv --rated-dwpd 3""",
+examples:
+  stepwell inspect /mnt/nvme/kv --rated-dwpd 3
+  stepwell inspect fs:///mnt/pool""",
     )  # fmt: skip
-    parser.add_argument("path", metavar="PATH", help="directory of the store")
+    parser.add_argument("path", metavar="PATH|URL", help="directory of the store, or a url")
     parser.add_argument(
         "--rated-dwpd", type=float, default=1.0, metavar="N",
         help="drive writes per day, over five years, that the drive is rated for; on its data "
@@ -560,7 +595,7 @@ Exit status: 0 it was measured, whatever the figures are, 2 it could not be.""",
 def _add_bench_storage(commands: "Commands[_Parser]") -> None:
     parser = _add(
         commands, "storage", _bench_storage,
-        "write and cold read of the disk tier, beside the bare drive",
+        "write and read of a storage tier, beside the bare drive or client",
         """\
 Measure how fast the disk tier writes, and reads what is not in memory, in one run beside three
 things: a plain preallocated file read and written with O_DIRECT at its best queue depth, which is
@@ -571,18 +606,23 @@ overwrite. What is read is compared with what was written.
 
 Works in a new folder in DIR and removes it at the end, also after Ctrl-C. Needs about 3 times
 --size free there, and as much memory as --size. By default it writes some 15 times --size for
-each chunk size, which a drive's endurance should bear.""",
+each chunk size, which a drive's endurance should bear.
+
+With a URL the tier on that storage is measured beside its client library alone, under names of
+this run's own that are erased at the end. There must be room for twice --size.""",
         """\
 examples:
   stepwell bench storage --path /mnt/nvme
+  stepwell bench storage --path redis://127.0.0.1
   stepwell bench storage --path /mnt/nvme --size 512MiB --chunk 8MiB --json      a quick one
 
 Exit status: 0 it was measured, whatever the figures are, 2 it could not be.""",
     )  # fmt: skip
     parser.add_argument(
-        "--path", action="append", default=[], metavar="DIR",
+        "--path", action="append", default=[], metavar="DIR|URL",
         help="existing absolute directory on the drive to measure; may be given once for each "
-        "drive of a striped tier; default: the current directory",
+        "drive of a striped tier; default: the current directory. Or the URL of shared storage, "
+        "of a kind that `stepwell tiers` lists",
     )  # fmt: skip
     parser.add_argument(
         "--chunk", action="append", default=[], metavar="SIZE",
@@ -598,15 +638,14 @@ Exit status: 0 it was measured, whatever the figures are, 2 it could not be.""",
         "next job is submitted when one is done",
     )  # fmt: skip
     parser.add_argument(
-        "--size", metavar="SIZE", help="bytes that every round writes and reads (default 4GiB)"
-    )
+        "--size", metavar="SIZE",
+        help="bytes that every round writes and reads (default 4GiB, of a URL 512MiB)",
+    )  # fmt: skip
     parser.add_argument(
         "--rounds", type=int, metavar="N",
         help="rounds after the first fill, of which the medians are taken (default 3)",
     )  # fmt: skip
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="threads of the disk tier (default 8)"
-    )
+    parser.add_argument("--threads", type=int, metavar="N", help="threads of the tier (default 8)")
     parser.add_argument(
         "--small-pages", action="store_true",
         help="buffers in memory pages of 4KiB; without, in huge pages where the system has them, "

@@ -368,9 +368,9 @@ def test_demo_without_vllm(
 def storage(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """The benchmark replaced by a record of what it was asked for."""
     from stepwell.bench import storage as real
-    from stepwell.bench import storage_report
+    from stepwell.bench import storage_options, storage_report
 
-    seen = types.SimpleNamespace(options=None, StorageOptions=real.StorageOptions)
+    seen = types.SimpleNamespace(options=None, StorageOptions=storage_options.StorageOptions)
 
     def run_storage(options: object) -> object:
         seen.options = options
@@ -407,9 +407,13 @@ def test_bench_storage_help_gives_the_real_defaults(
     text = " ".join(capsys.readouterr().out.split())
     default = storage.StorageOptions()
     chunks = " and ".join(default.chunks)
-    for value in (default.jobs, default.size, default.threads, chunks):
+    for value in (default.jobs, default.threads, chunks):
         assert f"(default {value})" in text
     assert f"(default {default.rounds})" in text
+    for paths, words in (((), "4GiB"), (("redis://h",), "512MiB")):
+        size = storage.StorageOptions(paths=paths).size_bytes
+        assert f"{size >> 20}MiB" == {"4GiB": "4096MiB"}.get(words, words)
+        assert words in text
     assert "default: the current directory" in text
 
 
@@ -440,7 +444,8 @@ BAD_INPUT = {
     "damaged marker": (["inspect", "{tmp}/odd"], "stepwell.json is damaged"),
     "empty path": (["inspect", ""], "absolute directory"),
     "two slashes": (["inspect", "file://mnt/kv"], "file:///mnt/kv"),
-    "another scheme": (["inspect", "s3://bucket/kv"], "a local directory"),
+    "another scheme": (["check", "s3://bucket/kv"], "a local directory"),
+    "no kind of storage": (["inspect", "nfs://host/kv"], 'no kind of storage "nfs"'),
     "NUL in a path": (["inspect", "a\0b"], "no NUL byte"),
     "no capacity": (["vllm-args", "--path", "/kv"], 'the setting "capacity" is missing'),
     "capacity without a unit": (

@@ -1,7 +1,8 @@
 """`stepwell demo`: a fresh engine gets back what an earlier one knew, measured.
 
 One engine with Stepwell serves long sessions and is stopped. Then the same sessions are asked
-again, from a fresh engine that reads Stepwell's directory (disk), from an engine without Stepwell
+again, from a fresh engine that reads them from storage (disk, or whatever is shared), from an
+engine without Stepwell
 (recompute), and from that engine a second time (device, its own prefix cache). Every answer is
 compared with the recomputed one, every prompt token with the engine's own counters.
 
@@ -21,28 +22,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepwell.bench import machine, results, storefiles
+from stepwell.bench import machine, results
 from stepwell.bench.load import LoadResult, run_load
 from stepwell.bench.model import gemma_model, make_model
 from stepwell.bench.progress import Progress
 from stepwell.bench.prometheus import Metrics
 from stepwell.bench.results import DEVICE, DISK, RECOMPUTE, VLLM_FS, DemoResult, Row, TokenCounts
 from stepwell.bench.server import Server, ServerConfig, ServerError
+from stepwell.bench.stores import FolderStore, SharedStore, Store
 from stepwell.bench.text import make_prompt
 from stepwell.bench.workplace import check_folder, signals_as_exceptions
 from stepwell.engines.vllm_args import kv_transfer_config
-from stepwell.errors import ConfigError
+from stepwell.errors import ConfigError, TierError
 from stepwell.settings import Settings, format_bytes
+from stepwell.tiers.media.kinds import open_medium
+from stepwell.tiers.media.urls import MediumUrl
 
 _GIB = 1 << 30
 _MIN_MODEL_LEN = 8192  # tokens
 _MAX_NUM_SEQS = 8
 _THREADS = 1
 _COUNTERS_TIMEOUT_S = 5.0
-_ROW_ORDER = (RECOMPUTE, DISK, DEVICE, VLLM_FS)
 _WARM_UP_TOKENS = (16, 1024)  # one short, one that runs every kernel on a large batch
 _GEMMA_TERMS = ", under the Gemma terms of use"
 _WARM_UP_SEED = 1_000_000  # far from any session's
+_URL_WITHIN_S = 10.0
+
+_Stores = dict[str, tuple[Store, Mapping[str, object]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,8 @@ class DemoOptions:
         max_tokens: output tokens per session, at least 1.
         compare_fs: also measure vLLM's own file-system tier.
         capacity: of Stepwell's disk tier, with unit.
+        url: storage that engines share, to be measured in place of the disk tier; what was
+            written there is erased at the end.
         keep: leave the working folder (store and logs) for inspection.
         port: of the servers; None is a free one.
     """
@@ -72,6 +80,7 @@ class DemoOptions:
     max_tokens: int = 32
     compare_fs: bool = False
     capacity: str = "20GiB"
+    url: str = ""
     keep: bool = False
     port: int | None = None
 
@@ -118,8 +127,11 @@ def check_options(options: DemoOptions) -> None:
         check_folder(Path(options.path))
     if options.model not in (None, "gemma"):
         machine.read_model(Path(options.model or ""))
-    kv_transfer_config(str(_parent_folder(options)), options.capacity, cpu=True)
-    _check_capacity(options)
+    if options.url:
+        _check_url(options)
+    else:
+        kv_transfer_config(str(_parent_folder(options)), options.capacity, cpu=True)
+        _check_capacity(options)
     if machine.vllm_version() is None or not sys.platform.startswith("linux"):
         raise ConfigError(
             'the demo runs vLLM\'s CPU build on Linux; "make demo" in a checkout installs it: '
@@ -145,19 +157,40 @@ class _Demo:
 
     def run(self) -> DemoResult:
         options = self._options
-        config = self._stepwell_config()
-        stores = {DISK: (self._folder / "stepwell", config)}
+        if options.url:
+            shared = SharedStore(options.url)
+            return self._with_stores({shared.tier: (shared, self._shared_config(shared))}, shared)
+        root = self._folder / "stepwell"
+        config = self._disk_config(root)
+        stores: _Stores = {DISK: (FolderStore(root, DISK), config)}
         if options.compare_fs:
             root = self._folder / "vllm-fs"
-            stores[VLLM_FS] = (root, _fs_config(config, root))
-        for mode, (root, transfer_config) in stores.items():
-            self._write(mode, root, transfer_config)
+            stores[VLLM_FS] = (FolderStore(root, ""), _fs_config(config, root))
+        return self._with_stores(stores, None)
+
+    def _with_stores(self, stores: _Stores, shared: SharedStore | None) -> DemoResult:
+        left = ""
+        try:
+            self._measure_all(stores)
+        finally:
+            if shared is not None:
+                self._progress.phase("erasing")
+                left = shared.erase()
+        return self._result(next(iter(stores)), left)
+
+    def _measure_all(self, stores: _Stores) -> None:
+        for mode, (store, transfer_config) in stores.items():
+            self._write(mode, store, transfer_config)
         self._measure_recompute()
-        for concurrency in options.concurrencies:
-            for mode, (root, transfer_config) in stores.items():
-                self._measure_store(mode, root, transfer_config, concurrency)
+        for concurrency in self._options.concurrencies:
+            for mode, (store, transfer_config) in stores.items():
+                self._measure_store(mode, store, transfer_config, concurrency)
+
+    def _result(self, store_mode: str, left: str) -> DemoResult:
+        options = self._options
         order = {concurrency: idx for idx, concurrency in enumerate(options.concurrencies)}
-        rows = sorted(self._rows, key=lambda r: (_ROW_ORDER.index(r.mode), order[r.concurrency]))
+        modes = (RECOMPUTE, store_mode, DEVICE, VLLM_FS)
+        rows = sorted(self._rows, key=lambda r: (modes.index(r.mode), order[r.concurrency]))
         return DemoResult(
             model=self._info.words + (_GEMMA_TERMS if options.model == "gemma" else ""),
             prompt_tokens=options.prompt_tokens,
@@ -165,17 +198,18 @@ class _Demo:
             rows=tuple(rows),
             configuration=self._configuration(),
             kept=str(self._folder) if options.keep else None,
+            store=store_mode,
+            left=left,
         )
 
-    def _write(self, mode: str, root: Path, transfer_config: Mapping[str, object]) -> None:
+    def _write(self, mode: str, store: Store, transfer_config: Mapping[str, object]) -> None:
         """Lets one engine serve all sessions and write them down, then stops it."""
-        root.mkdir()
-        with self._engine(f"{mode}-write", transfer_config, root) as server:
-            before = sum(size for size, _ in storefiles.snapshot(root).values())
+        with self._engine(f"{mode}-write", transfer_config, store) as server:
+            before = store.written_bytes()
             self._ask(server, f"writing {len(self._prompts)} sessions ({mode})", 1)
-            self._drain(root)
-        if sum(size for size, _ in storefiles.snapshot(root).values()) <= before:
-            raise ServerError(f"the engine wrote nothing: mode={mode}\n{server.log_tail()}")
+            self._rest(mode, store)
+            if store.written_bytes() <= before:
+                raise ServerError(f"the engine wrote nothing: mode={mode}\n{server.log_tail()}")
 
     def _measure_recompute(self) -> None:
         """One engine without Stepwell: computes all sessions, then has them on the device."""
@@ -186,16 +220,16 @@ class _Demo:
                 self._measure(server, DEVICE, concurrency)
 
     def _measure_store(
-        self, mode: str, root: Path, transfer_config: Mapping[str, object], concurrency: int
+        self, mode: str, store: Store, transfer_config: Mapping[str, object], concurrency: int
     ) -> None:
         """A fresh engine on a store that an earlier one wrote, its files not in memory."""
-        with self._engine(f"{mode}-{concurrency}", transfer_config, root) as server:
-            storefiles.drop_page_cache(root)
-            self._measure(server, mode, concurrency)
+        with self._engine(f"{mode}-{concurrency}", transfer_config, store) as server:
+            store.cool()
+            self._measure(server, mode, concurrency, store.tier)
 
     @contextlib.contextmanager
     def _engine(
-        self, name: str, transfer_config: Mapping[str, object] | None, root: Path | None
+        self, name: str, transfer_config: Mapping[str, object] | None, store: Store | None
     ) -> Iterator[Server]:
         """A fresh engine, warmed up with tokens that no session and no other engine has."""
         options = self._options
@@ -214,8 +248,8 @@ class _Demo:
             self._progress.step()
             self._progress.phase(f"warming up ({name})")
             run_load(server.base_url, self._warm_up(), concurrency=1, max_tokens=options.max_tokens)
-            if root is not None:
-                self._drain(root)
+            if store is not None:
+                self._rest(name, store)
             self._progress.step()
             yield server
 
@@ -228,9 +262,9 @@ class _Demo:
             self._prompt(seed * len(lengths) + idx)[:length] for idx, length in enumerate(lengths)
         ]
 
-    def _drain(self, root: Path) -> None:
-        if not storefiles.wait_until_stable(root):
-            raise ServerError(f"the store does not come to rest: path={root}")
+    def _rest(self, name: str, store: Store) -> None:
+        if not store.rest():
+            raise ServerError(f"the store does not come to rest: engine={name}")
 
     def _ask(self, server: Server, phase: str, concurrency: int) -> LoadResult:
         self._progress.phase(phase)
@@ -242,7 +276,7 @@ class _Demo:
             on_answer=self._progress.step,
         )
 
-    def _measure(self, server: Server, mode: str, concurrency: int) -> None:
+    def _measure(self, server: Server, mode: str, concurrency: int, tier: str = "") -> None:
         tokens_asked = sum(map(len, self._prompts))
         before, physical_before = _settled_metrics(server), server.read_bytes_physical()
         load = self._ask(server, f"{mode}, concurrency {concurrency}", concurrency)
@@ -259,23 +293,32 @@ class _Demo:
             tokens_asked=tokens_asked,
             bytes_read=results.bytes_read(before, after),
             bytes_read_physical=physical,
+            served=results.tokens_served(before, after, tier) if tier else None,
         )
         self._rows.append(row)
 
     def _prompt(self, seed: int) -> list[int]:
         return make_prompt(self._encode, self._options.prompt_tokens, seed=seed, bos=self._info.bos)
 
-    def _stepwell_config(self) -> dict[str, object]:
+    def _disk_config(self, root: Path) -> dict[str, object]:
         return kv_transfer_config(
-            str(self._folder / "stepwell"),
-            self._options.capacity,
-            primary=f"{_primary_gib(self._options, self._info)}GiB",
-            cpu=True,
+            str(root), self._options.capacity, primary=self._primary, cpu=True
         )
+
+    def _shared_config(self, shared: SharedStore) -> dict[str, object]:
+        return kv_transfer_config(
+            url=self._options.url, primary=self._primary, cpu=True, settings=shared.settings
+        )
+
+    @property
+    def _primary(self) -> str:
+        return f"{_primary_gib(self._options, self._info)}GiB"
 
     def _configuration(self) -> dict[str, object]:
         kind, device = machine.file_system(self._folder)
+        url = self._options.url
         return {
+            **({"url": MediumUrl.parse(url).shown} if url else {}),
             "dtype": "float32",
             "output_tokens": self._options.max_tokens,
             "kv_bytes_per_token": self._info.kv_bytes_per_token,
@@ -348,6 +391,18 @@ def _check_capacity(options: DemoOptions) -> None:
             f"total={format_bytes(total_bytes)} capacity={options.capacity} "
             f"min_free={format_bytes(settings.min_free_bytes)}"
         )
+
+
+def _check_url(options: DemoOptions) -> None:
+    """Asks the other side, so that nothing is started for a wrong address."""
+    if options.compare_fs:
+        raise ConfigError("vLLM's own file-system tier is compared with drives: give no --url")
+    kv_transfer_config(url=options.url, cpu=True)
+    with contextlib.closing(open_medium(MediumUrl.parse(options.url), _URL_WITHIN_S)) as medium:
+        try:
+            medium.check()
+        except TierError as error:
+            raise ConfigError(f"the storage does not answer: {error}") from error
 
 
 def _check_fit(options: DemoOptions, info: machine.ModelInfo) -> None:

@@ -2,17 +2,15 @@
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from stepwell.bench.results import DEVICE, DISK, SOURCES, VLLM_FS, DemoResult, Row
 from stepwell.settings import format_bytes
 
 _FEW_SESSIONS = 5
 _WIDTH = 100
-_HEADER = (
-    "mode", "conc.", "TTFT p50", "p90", "p99", "out tok/s",
-    "computed", "device", "host", "disk", "read", "from drive", "answers",
-)  # fmt: skip
+_HEADER = ("mode", "conc.", "TTFT p50", "p90", "p99", "out tok/s")
+_LAST_HEADER = ("read", "from drive", "answers")
 
 
 def to_json(result: DemoResult) -> dict[str, object]:
@@ -31,9 +29,11 @@ def to_json(result: DemoResult) -> dict[str, object]:
 def to_text(result: DemoResult) -> str:
     """Returns the report for people, lines of at most 110 characters."""
     paragraph = textwrap.fill(_configuration(result), _WIDTH)
-    table = format_table(_HEADER, [_cells(row) for row in result.rows])
+    sources = [source for source in SOURCES if source not in _unused(result)]
+    header = (*_HEADER, *sources, *_LAST_HEADER)
+    table = format_table(header, [_cells(row, sources) for row in result.rows])
     notes = (
-        "TTFT in seconds from sending to the first token. computed, device, host, disk: prompt "
+        f"TTFT in seconds from sending to the first token. {', '.join(sources)}: prompt "
         "tokens by where their keys and values came from. read: bytes that the tier reports; "
         "from drive: bytes that the drive delivered to the engine's processes, page cache "
         "excluded. answers: token for token as recomputed."
@@ -41,6 +41,8 @@ def to_text(result: DemoResult) -> str:
     parts = [paragraph, table, textwrap.fill(notes, _WIDTH), textwrap.fill(verdict(result), _WIDTH)]
     if result.kept is not None:
         parts.insert(3, f"Kept: {result.kept}")
+    if result.left:
+        parts.insert(3, textwrap.fill(result.left, _WIDTH))
     return "\n\n".join(parts)
 
 
@@ -82,13 +84,18 @@ def _row_json(row: Row) -> dict[str, object]:
     }
 
 
-def _cells(row: Row) -> list[str]:
+def _unused(result: DemoResult) -> set[str]:
+    """Sources that this demo has no tier for."""
+    return {"shared"} if result.store == DISK else {"disk"}
+
+
+def _cells(row: Row, sources: Sequence[str]) -> list[str]:
     return [
         row.mode,
         str(row.concurrency),
         *(f"{row.percentile(percent):.3f}" for percent in (50, 90, 99)),
         f"{row.output_tokens_per_s:.1f}",
-        *(str(getattr(row.tokens, source)) for source in SOURCES),
+        *(str(getattr(row.tokens, source)) for source in sources),
         format_bytes(row.bytes_read),
         format_bytes(row.bytes_read_physical),
         "equal" if row.answers_equal else "DIFFER",
@@ -102,10 +109,16 @@ def _configuration(result: DemoResult) -> str:
         f"prompt tokens, {c['output_tokens']} output tokens each, greedy. KV cache: "
         f"{format_bytes(int(str(c['kv_bytes_per_token'])))} per token. Every engine is a process "
         f"of its own, warmed up with other tokens, {c['threads']} compute thread(s) on a "
-        f"{c['cpus']}-CPU machine ({c['cpu']}). Store: {c['file_system']} on {c['device']}, page "
-        f"cache of its files dropped before each reading. Stepwell {c['stepwell']}, vLLM "
+        f"{c['cpus']}-CPU machine ({c['cpu']}). Store: {_store(c)}. Stepwell {c['stepwell']}, vLLM "
         f"{c['vllm']}, torch {c['torch']}, Python {c['python']}."
     )
+
+
+def _store(c: Mapping[str, object]) -> str:
+    if "url" in c:
+        return f"{c['url']}"
+    dropped = "page cache of its files dropped before each reading"
+    return f"{c['file_system']} on {c['device']}, {dropped}"
 
 
 def _noise_sentence(result: DemoResult) -> str:
@@ -116,11 +129,14 @@ def _noise_sentence(result: DemoResult) -> str:
     noisy = [
         c
         for (mode, c), device_s in p50.items()
-        if mode == DEVICE and device_s > p50.get((DISK, c), math.inf)
+        if mode == DEVICE and device_s > p50.get((result.store, c), math.inf)
     ]
     if noisy:
         at = ", ".join(map(str, noisy))
-        return f"NOISY: the device's own cache came later than disk at concurrency {at}; run again."
+        return (
+            f"NOISY: the device's own cache came later than {result.store} at concurrency {at}; "
+            "run again."
+        )
     return ""
 
 
@@ -132,8 +148,11 @@ def _speed_sentence(result: DemoResult) -> str:
         )
 
     sentence = ""
-    if times(DISK):
-        sentence = f"From disk the first token came {times(DISK)} than by recomputing (p50)."
+    if times(result.store):
+        sentence = (
+            f"From {result.store} the first token came {times(result.store)} than by recomputing "
+            "(p50)."
+        )
     if times(VLLM_FS):
         sentence += f" With vLLM's own fs tier: {times(VLLM_FS)}."
     return sentence

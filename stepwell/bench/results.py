@@ -7,26 +7,31 @@ from stepwell.bench.load import LoadResult
 from stepwell.bench.prometheus import Metrics, has, total
 
 RECOMPUTE, DISK, DEVICE, VLLM_FS = "recompute", "disk", "device", "vllm-fs"
-SOURCES = ("computed", "device", "host", "disk")
+SOURCES = ("computed", "device", "host", "disk", "shared")
 
 _COMPUTED = "vllm:prompt_tokens_by_source_total"
 _CACHED = "vllm:prompt_tokens_cached_by_source_total"
+_SERVED = "vllm:stepwell_served_tokens_total"
 _READ_BYTES = "vllm:stepwell_read_bytes_total"
 _READ_BYTES_ENGINE = "vllm:kv_offload_tiering_read_bytes_total"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Prompt tokens by where their keys and values came from."""
+    """Prompt tokens by where their keys and values came from.
+
+    ``shared`` is storage that engines share, which vLLM calls external and leaves at that.
+    """
 
     computed: int = 0
     device: int = 0
     host: int = 0
     disk: int = 0
+    shared: int = 0
 
     @property
     def total(self) -> int:
-        return self.computed + self.device + self.host + self.disk
+        return self.computed + self.device + self.host + self.disk + self.shared
 
     @property
     def reused(self) -> int:
@@ -38,7 +43,7 @@ class Row:
     """One mode at one concurrency.
 
     Attributes:
-        mode: RECOMPUTE, DISK, DEVICE or VLLM_FS.
+        mode: RECOMPUTE, DISK or a kind of shared storage, DEVICE, or VLLM_FS.
         concurrency: requests in flight.
         ttft_s: time to first token of every session, seconds.
         output_tokens_per_s: output tokens of all sessions by the wall time.
@@ -47,6 +52,7 @@ class Row:
         bytes_read: bytes that Stepwell (or the engine's own tier) says it read.
         bytes_read_physical: bytes that the engine's processes had the drive deliver.
         answers_equal: every answer is, token for token, that of recomputation.
+        served: of `tokens`, what Stepwell says the tier of this mode served; None in other modes.
     """
 
     mode: str
@@ -58,11 +64,13 @@ class Row:
     bytes_read: int
     bytes_read_physical: int
     answers_equal: bool
+    served: int | None = None
 
     @property
     def accounted(self) -> bool:
-        """Whether the tokens by source add up to the tokens asked."""
-        return self.tokens.total == self.tokens_asked
+        """Whether the tokens by source add up to the tokens asked, and both accounts agree."""
+        agree = self.served is None or self.served == self.tokens.disk + self.tokens.shared
+        return agree and self.tokens.total == self.tokens_asked
 
     def percentile(self, percent: float) -> float:
         """Returns a percentile of the time to first token, seconds."""
@@ -80,6 +88,8 @@ class DemoResult:
         rows: one per mode and concurrency.
         configuration: everything else that one needs to repeat it; JSON values.
         kept: the directory that was kept, or None.
+        store: the mode that reads from Stepwell.
+        left: chunks that are left on shared storage because they cannot be erased there, in words.
     """
 
     model: str
@@ -88,6 +98,8 @@ class DemoResult:
     rows: tuple[Row, ...]
     configuration: Mapping[str, object]
     kept: str | None = None
+    store: str = DISK
+    left: str = ""
 
     @property
     def accounted(self) -> bool:
@@ -109,11 +121,15 @@ class DemoResult:
                 return row
         return None
 
-    def speedups(self, mode: str = DISK) -> dict[int, float]:
-        """Returns, by concurrency, how many times sooner the first token came (p50)."""
+    def speedups(self, mode: str = "") -> dict[int, float]:
+        """Returns, by concurrency, how many times sooner the first token came (p50).
+
+        Args:
+            mode: by default the one that reads from Stepwell.
+        """
         result = {}
         for slow in self.rows:
-            fast = self.row(mode, slow.concurrency)
+            fast = self.row(mode or self.store, slow.concurrency)
             if slow.mode == RECOMPUTE and fast is not None:
                 result[slow.concurrency] = slow.percentile(50) / fast.percentile(50)
         return result
@@ -142,7 +158,24 @@ def token_counts(before: Metrics, after: Metrics) -> TokenCounts:
         return round(total(after, name, labels) - total(before, name, labels))
 
     cached = {source: delta(_CACHED, source) for source in ("device", "host", "disk")}
-    return TokenCounts(computed=delta(_COMPUTED, "local_compute"), **cached)
+    return TokenCounts(
+        computed=delta(_COMPUTED, "local_compute"),
+        shared=delta(_CACHED, "external_unspecified"),
+        **cached,
+    )
+
+
+def tokens_served(before: Metrics, after: Metrics, tier: str) -> int:
+    """Returns the tokens that Stepwell says a tier served, or all drives of the disk tier."""
+
+    def served(metrics: Metrics) -> float:
+        return sum(
+            value
+            for (name, labels), value in metrics.items()
+            if name == _SERVED and dict(labels).get("tier", "").startswith(tier)
+        )
+
+    return round(served(after) - served(before))
 
 
 def bytes_read(before: Metrics, after: Metrics) -> int:
@@ -164,6 +197,7 @@ def make_row(
     tokens_asked: int,
     bytes_read: int,
     bytes_read_physical: int,
+    served: int | None = None,
 ) -> Row:
     """Makes the row of one measurement; `reference` holds the answers of recomputation."""
     return Row(
@@ -176,4 +210,5 @@ def make_row(
         bytes_read=bytes_read,
         bytes_read_physical=bytes_read_physical,
         answers_equal=[answer.token_ids for answer in load.answers] == list(reference),
+        served=served,
     )

@@ -13,8 +13,6 @@ import contextlib
 import hashlib
 import os
 import shutil
-import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +27,11 @@ from stepwell.bench.rawio import (
     FILES_AT_ONCE,
     FilePerChunk,
     RawFile,
-    Stopwatch,
     copy_memory,
     direct_works,
     hash_memory,
 )
+from stepwell.bench.storage_options import Shape, StorageOptions, check_memory, shapes_of
 from stepwell.bench.storage_results import (
     CHECKSUM,
     FIRST_FILL,
@@ -46,90 +44,36 @@ from stepwell.bench.storage_results import (
     make_row,
 )
 from stepwell.bench.storefiles import drop_page_cache
+from stepwell.bench.tierload import JobTier, TierLoad
 from stepwell.bench.workplace import check_folder, signals_as_exceptions, working_folders
-from stepwell.core.keys import Key, Root, make_key
-from stepwell.core.record import PAGE_BYTES, record_bytes
-from stepwell.core.types import Chunk, ChunkResult, Direction, Job, JobResult, Outcome
-from stepwell.errors import ConfigError, TierError
-from stepwell.settings import format_bytes, parse_path, parse_size
-from stepwell.tiers.base import Tier, TierContext
+from stepwell.core.keys import Root
+from stepwell.core.types import Direction
+from stepwell.errors import ConfigError
+from stepwell.settings import format_bytes, parse_path
+from stepwell.tiers.base import TierContext
 from stepwell.tiers.disk import DiskTier
 from stepwell.tiers.striped import StripedTier
 
-__all__ = ["StorageOptions", "StorageTier", "check_options", "open_tier", "run_storage"]
+__all__ = ["StorageTier", "check_options", "open_tier", "run_storage"]
 
-_SLOT_BYTES = 512  # what the tier keeps about a record, beside it
 _SLACK_BYTES = 64 << 20  # for directories and what a file system keeps for itself
-_MEMORY_SHARE = 0.9  # of the memory available that the buffers may take
 _SWEEP_BYTES = 1 << 30  # enough to tell queue depths from each other
 _SWEEP_PASSES = 2
-_POLL_S = 0.01  # an engine polls once per step, which is 10 ms and more
-_DEADLINE_S = 24 * 3600.0  # a job may wait for a slow drive
-_STUCK_S = 600.0  # no job reported for so long
 _ROOT = Root(hashlib.sha256(b"stepwell bench storage").digest())
-
-
-@dataclass(frozen=True, slots=True)
-class StorageOptions:
-    """What to measure; texts as people write them.
-
-    Attributes:
-        paths: existing absolute directories, one per drive; a new folder is made in each and
-            removed at the end. None at all is the current directory.
-        chunks: sizes of a chunk, one measurement each.
-        jobs: in flight at the tier, at least 1.
-        chunks_per_job: None is as many as make `jobs` jobs of `size`: one burst.
-        size: what a round moves; memory of that size is taken as well.
-        rounds: after the first fill, at least 1.
-        threads: of the tier.
-        small_pages: buffers in pages of 4 KiB, instead of huge ones where the system has them.
-    """
-
-    paths: tuple[str, ...] = ()
-    chunks: tuple[str, ...] = ("2MiB", "8MiB")
-    jobs: int = 16
-    chunks_per_job: int | None = None
-    size: str = "4GiB"
-    rounds: int = 3
-    threads: int = 8
-    small_pages: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What one chunk size means: all of it is whole jobs."""
-
-    chunk_bytes: int
-    chunks_per_job: int
-    num_chunks: int
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Of a tier that holds one round and nothing more."""
-        return self.num_chunks * (record_bytes(self.chunk_bytes) + _SLOT_BYTES)
-
-    @property
-    def room_bytes(self) -> int:
-        """On all drives together, for raw file, tier and files."""
-        return 2 * self.num_chunks * self.chunk_bytes + self.capacity_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     paths: tuple[Path, ...]
-    shapes: tuple[_Shape, ...]
+    shapes: tuple[Shape, ...]
 
 
-class StorageTier(Tier, Protocol):
-    """What is used of a tier on drives beyond the interface of all tiers."""
+class StorageTier(JobTier, Protocol):
+    """What is used of a tier on drives beyond that."""
 
     @property
     def direct(self) -> bool:
         """Whether reads and writes go past the page cache."""
-        ...
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until no job is running; False if that took longer than ``timeout_s``."""
         ...
 
 
@@ -244,21 +188,7 @@ def check_options(options: StorageOptions) -> _Plan:
     Raises:
         ConfigError: one line that says what to change.
     """
-    numbers = {
-        "jobs": options.jobs,
-        "rounds": options.rounds,
-        "threads": options.threads,
-        "chunks_per_job": 1 if options.chunks_per_job is None else options.chunks_per_job,
-    }
-    for name, value in numbers.items():
-        if value < 1:
-            raise ConfigError(f"{name} must be at least 1: {name}={value}")
-    if options.threads > 256:
-        raise ConfigError(f"threads is 1 to 256: threads={options.threads}")
-    shapes = tuple(_shape(options, chunk) for chunk in options.chunks)
-    sizes = [shape.chunk_bytes for shape in shapes]
-    if not shapes or len(set(sizes)) < len(sizes):
-        raise ConfigError(f"chunk sizes must be distinct: chunk={','.join(options.chunks)}")
+    shapes = shapes_of(options)
     paths = tuple(map(parse_path, options.paths)) or (Path.cwd(),)
     for path in paths:
         check_folder(path)
@@ -268,27 +198,8 @@ def check_options(options: StorageOptions) -> _Plan:
         )
     plan = _Plan(paths, shapes)
     _check_room(plan)
-    _check_memory(plan, options)
+    check_memory(plan.shapes, options)
     return plan
-
-
-def _shape(options: StorageOptions, chunk: str) -> _Shape:
-    size_bytes = parse_size(options.size, "size")
-    chunk_bytes = parse_size(chunk, "chunk", unit="MiB")
-    if chunk_bytes < PAGE_BYTES or chunk_bytes % PAGE_BYTES:
-        raise ConfigError(f"chunk is a multiple of 4096 bytes, at least one: chunk={chunk!r}")
-    least_bytes = options.jobs * (options.chunks_per_job or 1) * chunk_bytes
-    if size_bytes < least_bytes:
-        factors = "jobs x chunks-per-job x chunk" if options.chunks_per_job else "jobs x chunk"
-        raise ConfigError(
-            f"size is at least {factors}, {format_bytes(least_bytes)}: size={options.size} "
-            f"jobs={options.jobs} chunk={chunk}"
-        )
-    chunks_per_job = options.chunks_per_job or size_bytes // (options.jobs * chunk_bytes)
-    num_jobs = size_bytes // (chunks_per_job * chunk_bytes)
-    if options.chunks_per_job is None:
-        num_jobs = options.jobs  # the division may leave room for one more
-    return _Shape(chunk_bytes, chunks_per_job, num_jobs * chunks_per_job)
 
 
 def _check_room(plan: _Plan) -> None:
@@ -309,23 +220,13 @@ def _check_room(plan: _Plan) -> None:
             )
 
 
-def _check_memory(plan: _Plan, options: StorageOptions) -> None:
-    needed_bytes = max(shape.num_chunks * shape.chunk_bytes for shape in plan.shapes)
-    available_bytes = machine.memory_available()
-    if available_bytes and needed_bytes > available_bytes * _MEMORY_SHARE:
-        raise ConfigError(
-            f"not enough memory for buffers of that size; give a smaller --size: "
-            f"size={options.size} available={format_bytes(available_bytes)}"
-        )
-
-
 class _ShapeRun:
     """One chunk size: choose the raw file's queue depth, then the rounds."""
 
     def __init__(
         self,
         options: StorageOptions,
-        shape: _Shape,
+        shape: Shape,
         folders: Sequence[Path],
         direct: bool,
         progress: Progress,
@@ -357,9 +258,17 @@ class _ShapeRun:
             self.tier_direct = tier.direct
             raw.write_depth = _best(depths[Direction.WRITE])
             raw.read_depth = _best(depths[Direction.READ])
+            load = TierLoad(
+                tier,
+                _ROOT,
+                self._payloads,
+                self._shape,
+                jobs=self._options.jobs,
+                folders=tier_folders,
+            )
             contenders: list[Contender] = [
                 raw,
-                _TierContender(tier, tier_folders, self._payloads, self._options, self._shape),
+                load,
                 FilePerChunk(file_folders, self._payloads, direct=self._direct),
             ]
             rounds = [self._round(idx, contenders) for idx in range(self._options.rounds + 1)]
@@ -462,92 +371,6 @@ class _ShapeRun:
         self._progress.phase(f"{format_bytes(self._shape.chunk_bytes)}, {what}")
 
 
-class _TierContender:
-    """The tier, asked as an engine asks: jobs of consecutive chunks, so many in flight."""
-
-    name: ClassVar[str] = "tier"
-
-    def __init__(
-        self,
-        tier: StorageTier,
-        folders: tuple[Path, ...],
-        payloads: Payloads,
-        options: StorageOptions,
-        shape: _Shape,
-    ) -> None:
-        self.folders = folders
-        self._tier = tier
-        self._payloads = payloads
-        self._in_flight = options.jobs
-        self._chunks_per_job = shape.chunks_per_job
-        self._next_id = 0
-
-    def prepare(self) -> None:
-        """Nothing: the former chunks are evicted while the new ones are written."""
-
-    def write(self, generation: int) -> Section:
-        """Write all chunks under the keys of a generation."""
-        return self._run(Direction.WRITE, generation)
-
-    def read(self, generation: int) -> Section:
-        """Read all chunks of a generation."""
-        return self._run(Direction.READ, generation)
-
-    def _jobs(self, direction: Direction, generation: int) -> Iterator[Job]:
-        for start in range(0, self._payloads.num_chunks, self._chunks_per_job):
-            chunks = [
-                Chunk(_key(generation, idx), self._payloads.chunk(idx))
-                for idx in range(start, start + self._chunks_per_job)
-            ]
-            yield Job(self._next_id, direction, chunks, _DEADLINE_S)
-            self._next_id += 1
-
-    def _run(self, direction: Direction, generation: int) -> Section:
-        waiting = deque(self._jobs(direction, generation))
-        submitted_s: dict[int, float] = {}
-        results: list[JobResult] = []
-        latencies_s: list[float] = []
-        last_s = first_job_s = 0.0
-        watch = Stopwatch()
-        while waiting or submitted_s:
-            while waiting and len(submitted_s) < self._in_flight:
-                job = waiting.popleft()
-                submitted_s[job.job_id] = watch.elapsed_s()
-                self._tier.submit(job)
-            finished = self._tier.poll()
-            now_s = watch.elapsed_s()
-            if finished:
-                first_job_s = first_job_s or now_s
-                last_s = now_s
-                latencies_s += [now_s - submitted_s.pop(result.job_id) for result in finished]
-                results += finished
-            elif now_s - last_s > _STUCK_S:
-                raise TierError(f"the tier reports nothing: op={direction} seconds={_STUCK_S}")
-            else:
-                time.sleep(_POLL_S)
-        watch.stop()
-        # What the tier does behind its reports is its CPU time too, and nobody else's.
-        if not self._tier.drain(_STUCK_S):
-            raise TierError(f"the tier does not come to rest: op={direction}")
-        _check_results(results)
-        return watch.section(direction, self._payloads.num_bytes, latencies_s, first_job_s)
-
-
-def _check_results(results: Sequence[JobResult]) -> None:
-    """Only DONE counts, and not DONE because a chunk was there already."""
-    for result in results:
-        for chunk in result.results:
-            if chunk != ChunkResult(Outcome.DONE):
-                raise TierError(
-                    f"the tier did not {result.direction} a chunk, so there is nothing to "
-                    f"measure: outcome={chunk.outcome} reason={chunk.reason}"
-                )
-
-
-def _key(generation: int, idx: int) -> Key:
-    return make_key(_ROOT, hashlib.sha256(f"{generation}:{idx}".encode()).digest())
-
-
 def _best(gbps_by_depth: Mapping[int, float]) -> int:
     return max(gbps_by_depth, key=lambda depth: gbps_by_depth[depth])
 
@@ -556,7 +379,7 @@ def _configuration(options: StorageOptions, plan: _Plan) -> dict[str, object]:
     return {
         **machine.storage_machine(),
         "paths": [machine.path_configuration(path) for path in plan.paths],
-        "size_bytes": parse_size(options.size, "size"),
+        "size_bytes": options.size_bytes,
         "chunks": [
             {
                 "chunk_bytes": shape.chunk_bytes,

@@ -50,6 +50,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Names(_BASE, "LookupResult", ("MISS", "HIT", "RETRY")),
     Names(_BASE, "Medium", ("STORAGE",)),
     Names(_BASE, "Locality", ("LOCAL", "REMOTE")),
+    Names("v1/metrics/cache_hit_source.py", "CacheHitSource", ("EXTERNAL_UNSPECIFIED",)),
     Calls(_BASE, "RequestOffloadingContext", ()),
     Calls(_BASE, "OffloadingMetricMetadata", ("documentation", "labelnames")),
     Names(_BASE, "", ("OffloadingCounterMetadata", "OffloadingGaugeMetadata", "OffloadKey")),

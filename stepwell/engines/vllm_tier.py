@@ -32,6 +32,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import stepwell
 from stepwell.core.identity import Identity
@@ -195,6 +196,9 @@ class StepwellTier(SecondaryTierManager):
         with reported():
             self._settings = Settings.parse(settings)
             self.locality = Locality.REMOTE if self._settings.url else Locality.LOCAL
+            if self._settings.url:
+                # What vLLM has for a remote store, and for several tiers where one is of no name.
+                self.cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
             engine = self._engine()
             self._engine_identity = self._describe(engine, offloading_spec)
             self._store = Store.open(self._settings)

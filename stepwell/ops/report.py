@@ -116,12 +116,7 @@ def _root_text(root: RootReport, now_s: float) -> str:
         )
         chunks += f", last used {newest} ago"
         chunks += f", the oldest {oldest} ago" if oldest != newest else ""
-    if root.identity is None:
-        lines = [("whose", "unknown: its description is missing or damaged")]
-    else:
-        lines = words.describe(root.identity)
-    lines.append(("chunks", chunks))
-    text = [f"root {root.root.hex()}", *(f"  {name:<10} {value}" for name, value in lines)]
+    text = [words.root_text(root.root.hex(), root.identity, [("chunks", chunks)])]
     if root.compared_with is not None:
         text.append(f"  compared with the root in use last, {root.compared_with.hex()[:16]}...:")
         text += [f"    - {difference}" for difference in words.differences(root.differences or {})]

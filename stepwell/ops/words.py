@@ -1,7 +1,7 @@
 """What identities, reasons and times are called in front of people."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from stepwell.core.identity import Identity, JsonValue
 from stepwell.settings import format_bytes, plural
@@ -136,6 +136,13 @@ def describe(identity: Identity) -> list[tuple[str, str]]:
         if fields.get(name) is not None
     ]
     return lines
+
+
+def root_text(root: str, identity: Identity | None, more: Sequence[tuple[str, str]] = ()) -> str:
+    """A root as a paragraph: its digits, whose it is, and further lines (name, words)."""
+    whose = [("whose", "unknown: its description is missing or damaged")]
+    lines = [*(whose if identity is None else describe(identity)), *more]
+    return "\n".join([f"root {root}", *(f"  {name:<10} {value}" for name, value in lines)])
 
 
 def difference_words(name: str, here: JsonValue, there: JsonValue) -> str:

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from stepwell.clock import ManualClock
-from stepwell.core.keys import Key, root_of
+from stepwell.core.identity import Identity
+from stepwell.core.keys import Key, make_key, root_of
 from stepwell.core.record import HEADER_BYTES, Header, payload_checksum
 from stepwell.core.types import Chunk, ChunkResult, Direction, Lookup, Outcome, Reason
 from stepwell.testing.contract import TierContract, keys_of
 from stepwell.testing.driving import Driver, buffer_of, key_of, payload_of
 from stepwell.tiers.base import Tier, TierContext
 from stepwell.tiers.media.base import Medium, Record, Wanted
+from stepwell.tiers.media.roots import described_roots, description_key
 from stepwell.tiers.shared import SharedTier
 
 __all__ = ["SharedTierContract"]
@@ -133,9 +135,11 @@ class SharedTierContract(TierContract):
         finally:
             self.gate.set()
 
-    def another(self) -> Driver:
+    def another(self, *identities: Identity) -> Driver:
         """A second engine's tier on the same medium."""
         context = TierContext(clock=self.clock)
+        for identity in identities:
+            context.registry.add(identity)
         tier = self.make_tier(context, 0)
         self._opened.append(tier)
         return Driver(tier)
@@ -275,6 +279,40 @@ class SharedTierContract(TierContract):
         fresh = self.another()
         assert fresh.present([*one, *two]) == [False] * 30 + [True] * 3
         assert driver.tier.erase(root_of(one[0])) == 0  # type: ignore[attr-defined]
+
+    def test_the_keys_of_a_root_are_listed(self) -> None:
+        """By whoever can, each at least once."""
+        driver = self.open()
+        one = [key_of(idx, "one") for idx in range(30)]
+        driver.write(one)
+        driver.write([key_of("x", "two")])
+        medium = driver.tier.medium  # type: ignore[attr-defined]
+        listed = medium.keys(root_of(one[0]))
+        assert listed is None or set(listed) == set(one)
+        nothing = medium.keys(root_of(key_of("x", "three")))
+        assert nothing is None or list(nothing) == []
+
+    def test_a_root_is_described_once(self) -> None:
+        """For people, by whoever writes first; erasing a root takes it along."""
+        identity = Identity({"model": "a"}, {"name": "A"})
+        driver, other = self.another(identity), self.another(identity)
+        medium = driver.tier.medium  # type: ignore[attr-defined]
+        keys = [make_key(identity.root, bytes([idx])) for idx in range(3)]
+        assert not described_roots(medium)
+        for each in (driver, other):
+            each.write(keys[:2])
+            each.write(keys[2:])
+            each.tier.drain(10.0)  # type: ignore[attr-defined]
+        assert medium.exist([description_key(identity.root)], 10.0) == [True]
+        assert self.count() == 4
+        found = described_roots(medium)
+        assert found is None or found == {identity.root: identity}
+        assert driver.tier.erase(identity.root) == 3  # type: ignore[attr-defined]
+        assert self.count() == 0
+        assert not described_roots(medium)
+        driver.write([make_key(identity.root, b"new")])
+        driver.tier.drain(10.0)  # type: ignore[attr-defined]
+        assert self.count() == 2, "it is described anew"
 
     def test_an_expired_chunk_is_a_miss_and_can_be_written_anew(self) -> None:
         driver = self.open()

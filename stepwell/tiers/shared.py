@@ -4,14 +4,16 @@ import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from stepwell.core.keys import Key, Root, fingerprint
+from stepwell.core.keys import Key, Root, fingerprint, root_of
 from stepwell.core.record import Header, payload_checksum
 from stepwell.core.types import Chunk, ChunkResult, Direction, Lookup, Outcome, Reason
 from stepwell.errors import TierError
 from stepwell.tiers.base import TierContext
 from stepwell.tiers.jobs import JobRunner
 from stepwell.tiers.media.base import Medium, Record, Stats, Wanted
+from stepwell.tiers.media.roots import describe, erase_root
 from stepwell.tiers.outcomes import ALREADY_THERE, DONE, verdict
 from stepwell.tiers.presence import Presence, Question
 from stepwell.tiers.threaded import ThreadedTier
@@ -39,7 +41,14 @@ _LEAST_S = 0.25  # what has begun in time is given so long
 
 # Misses for which the record was read and is not what it should be.
 _WRONG = frozenset(
-    {Reason.CHECKSUM, Reason.HEADER, Reason.IDENTITY, Reason.TRUNCATED, Reason.LAYOUT}
+    {
+        Reason.CHECKSUM,
+        Reason.HEADER,
+        Reason.IDENTITY,
+        Reason.TRUNCATED,
+        Reason.LAYOUT,
+        Reason.NOT_A_FILE,
+    }
 )
 
 
@@ -94,6 +103,8 @@ class SharedTier(ThreadedTier):
         self._touched: OrderedDict[int, float] = OrderedDict()  # fingerprint -> when
         self._to_touch: dict[Key, None] = {}
         self._expired: OrderedDict[Key, None] = OrderedDict()
+        self._described: set[Root] = set()
+        self._to_describe: set[Root] = set()
         self._closed = False
         self._runner = JobRunner(self, num_threads, context, inflight_writes_bytes)
 
@@ -137,8 +148,11 @@ class SharedTier(ThreadedTier):
     # For tools; these block.
 
     def erase(self, root: Root) -> int:
-        """Remove all chunks of a root; returns how many."""
-        return self.medium.erase(root)
+        """Remove all chunks of a root, and its description; returns how many chunks."""
+        count = erase_root(self.medium, root)
+        with self._lock:
+            self._described.discard(root)
+        return count
 
     def stats(self) -> Stats:
         """What the medium says of itself."""
@@ -172,6 +186,7 @@ class SharedTier(ThreadedTier):
             keys, self._to_touch = list(self._to_touch), {}
         if keys:
             self._keep_up(lambda: self.medium.touch(keys, self._answer_within_s))
+        self._describe()
         if self._presence.has_removals and self._now_s() >= self._remove_again_s:
             self._remove(None)  # what was deleted while it was written, or could not be before
 
@@ -260,6 +275,7 @@ class SharedTier(ThreadedTier):
             for idx in idxs:
                 if results[idx] == DONE:  # what is new is recent
                     self._note_touched(fingerprint(keys[idx]), now_s)
+                    self._to_describe.add(root_of(keys[idx]))
         return results
 
     def _write_some(
@@ -391,6 +407,21 @@ class SharedTier(ThreadedTier):
             self.troubles.append(began_s)
             return False
         return True
+
+    def _describe(self) -> None:
+        """Write the descriptions of roots that have chunks now, each once; they are for people."""
+        with self._lock:
+            roots, self._to_describe = self._to_describe - self._described, set()
+            self._described |= roots
+        for root in roots:
+            identity = self._context.registry.get(root)
+            if identity is None:
+                continue
+            now_s = self._context.wall_s()
+            run = partial(describe, self.medium, identity, now_s, self._answer_within_s)
+            if not self._keep_up(run):
+                with self._lock:
+                    self._described.discard(root)
 
     def _note_touched(self, tag: int, now_s: float) -> None:
         self._touched[tag] = now_s

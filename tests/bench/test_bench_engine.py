@@ -1,5 +1,6 @@
 """The demo end to end with a real vLLM: a tiny model, a fresh process, equal answers."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,8 +16,14 @@ from stepwell.bench.model import make_model, make_sliding_window_model
 from stepwell.bench.report import to_text
 from stepwell.bench.results import DEVICE, DISK, RECOMPUTE
 from stepwell.bench.server import Server, ServerConfig, ServerError
+from stepwell.tiers.media.kinds import open_medium
+from stepwell.tiers.media.roots import described_roots
+from stepwell.tiers.media.urls import MediumUrl
+from tests.media.sites import SITES
 
 pytestmark = pytest.mark.engine
+
+DEMO_KINDS = {"fs", "mooncake", "redis", "s3"}
 
 TINY = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 2, "intermediate": 512, "vocab": 2048}
 
@@ -65,6 +72,40 @@ def test_a_fresh_engine_reads_what_another_wrote(tiny_model: Path, tmp_path: Pat
     assert disk.bytes_read >= 1024 * 2 * 2 * 2 * 64 * 4
     assert set(result.speedups()) == {1}
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", sorted(DEMO_KINDS & set(SITES)))
+def test_shared_storage_as_the_only_tier_below_the_host(
+    kind: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Every token that is reused is accounted to it, and what was written is erased."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "work").mkdir()
+    site = SITES[kind](tmp_path / "site")
+    try:
+        site.start_empty()
+        options = DemoOptions(
+            model=str(tiny_model),
+            path=str(tmp_path / "work"),
+            sessions=2,
+            concurrencies=(1,),
+            prompt_tokens=600,
+            url=site.url,
+        )
+        result = run_demo(options)
+        print(to_text(result))
+        with contextlib.closing(open_medium(MediumUrl.parse(site.url), 10.0)) as medium:
+            medium.check()
+            assert not described_roots(medium)
+    finally:
+        site.close()
+    assert [row.mode for row in result.rows] == [RECOMPUTE, kind, DEVICE]
+    assert result.ok
+    shared = result.rows[1]
+    assert (shared.tokens.shared, shared.tokens.device, shared.tokens.computed) == (1024, 0, 176)
+    assert (shared.tokens.host, shared.tokens.disk, shared.served) == (0, 0, 1024)
+    assert set(result.speedups()) == {1}
+    assert list((tmp_path / "work").iterdir()) == []
 
 
 def test_a_server_that_cannot_start_says_why_and_leaves_nothing(

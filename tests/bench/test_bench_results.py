@@ -19,6 +19,7 @@ from stepwell.bench.results import (
     make_row,
     percentile,
     token_counts,
+    tokens_served,
 )
 
 CONFIGURATION = {
@@ -109,6 +110,47 @@ def test_stepwells_own_counter_goes_before_the_engines() -> None:
     assert bytes_read(before, after) == 300
 
 
+def test_tokens_of_shared_storage_are_accounted_for_twice() -> None:
+    """By the engine, which calls them external, and by Stepwell, which names the tier."""
+
+    def text(external: int, redis: int) -> str:
+        return (
+            'vllm:prompt_tokens_cached_by_source_total{engine="0",source="external_unspecified"} '
+            f"{external}.0\n"
+            f'vllm:stepwell_served_tokens_total{{engine="0",tier="redis"}} {redis}.0\n'
+            'vllm:stepwell_served_tokens_total{engine="0",tier="host"} 99.0\n'
+        )
+
+    before, after = parse_metrics(text(7, 6)), parse_metrics(text(1031, 1030))
+    assert token_counts(before, after) == TokenCounts(shared=1024)
+    assert tokens_served(before, after, "redis") == 1024
+    assert tokens_served(before, after, "disk") == 0
+    tokens = TokenCounts(computed=176, shared=1024)
+    assert a_row("redis", 0.2, tokens=tokens, served=1024).accounted
+    assert not a_row("redis", 0.2, tokens=tokens, served=1023).accounted
+    assert a_row(DISK, 0.2, served=1024).accounted
+
+
+def test_the_drives_of_a_stripe_serve_together() -> None:
+    text = "".join(
+        f'vllm:stepwell_served_tokens_total{{tier="disk{idx}"}} {idx + 1}.0\n' for idx in range(3)
+    )
+    assert tokens_served({}, parse_metrics(text), "disk") == 6
+
+
+def test_text_of_a_demo_on_shared_storage() -> None:
+    tokens = TokenCounts(computed=176, shared=1024)
+    rows = a_row(RECOMPUTE, 4.0), a_row("redis", 0.2, tokens=tokens), a_row(DEVICE, 0.1)
+    configuration = {**CONFIGURATION, "url": "redis://h"}
+    result = DemoResult("a model", 600, 2, rows, configuration, store="redis", left="What is left.")
+    text = " ".join(to_text(result).split())
+    assert "Store: redis://h." in text
+    assert "device host shared read" in text
+    assert "From redis the first token came 20.0 times sooner at concurrency 1" in text
+    assert "What is left." in text
+    assert "/dev/disk" not in text
+
+
 def test_a_row_compares_token_by_token() -> None:
     answers = (Answer(0, 0.5, 1.0, (1, 2)), Answer(1, 0.25, 1.0, (3, 4)))
     load = LoadResult(answers, wall_s=2.0)
@@ -139,7 +181,7 @@ def test_json_has_the_promised_shape() -> None:
         "ttft_p90_s": 0.2,
         "ttft_p99_s": 0.2,
         "output_tokens_per_s": 10.0,
-        "tokens": {"computed": 176, "device": 0, "host": 0, "disk": 1024},
+        "tokens": {"computed": 176, "device": 0, "host": 0, "disk": 1024, "shared": 0},
         "bytes_read": 5,
         "bytes_read_physical": 6,
         "answers_equal": True,

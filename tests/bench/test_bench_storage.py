@@ -23,7 +23,8 @@ from stepwell.bench.payloads import Payloads
 from stepwell.bench.progress import Progress
 from stepwell.bench.rawio import FilePerChunk, RawFile, copy_memory, direct_works, run_parallel
 from stepwell.bench.results import percentile
-from stepwell.bench.storage import StorageOptions, StorageTier, check_options, run_storage
+from stepwell.bench.storage import StorageTier, check_options, run_storage
+from stepwell.bench.storage_options import StorageOptions
 from stepwell.bench.storage_report import storage_json, storage_text
 from stepwell.bench.storage_results import (
     CHECKSUM,

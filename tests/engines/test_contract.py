@@ -34,7 +34,7 @@ def copy(tmp_path: Path) -> Path:
         pytest.skip("LEFT OUT: no vLLM source here (scripts/env engine)")
     package = next(iter(SOURCES.values()))
     target = tmp_path / "vllm"
-    for folder in ("config", "v1/kv_offload", "v1/core", "distributed/kv_transfer"):
+    for folder in ("config", "v1/kv_offload", "v1/core", "v1/metrics", "distributed/kv_transfer"):
         shutil.copytree(package / folder, target / folder)
     return target
 

@@ -14,14 +14,16 @@ from pathlib import Path
 import pytest
 
 READY_S = 30.0
-UNPACKED = Path(__file__).resolve().parents[2] / ".cache" / "servers" / "root"
+SERVERS = Path(__file__).resolve().parents[2] / ".cache" / "servers"
 """Where `scripts/servers` puts what is not on the PATH."""
+UNPACKED = SERVERS / "root"
+INSTALLED = SERVERS / "venv" / "bin"
 
 
 def program(name: str) -> str:
-    """A server's program, on the PATH or unpacked."""
-    unpacked = [str(UNPACKED / "usr" / folder) for folder in ("bin", "sbin")]
-    found = shutil.which(name) or shutil.which(name, path=os.pathsep.join(unpacked))
+    """A server's program, on the PATH or where `scripts/servers` has put it."""
+    folders = [UNPACKED / "usr" / "bin", UNPACKED / "usr" / "sbin", INSTALLED]
+    found = shutil.which(name) or shutil.which(name, path=os.pathsep.join(map(str, folders)))
     if found is None:
         pytest.skip(f"{name} is missing: run scripts/servers, or install it")
     return found

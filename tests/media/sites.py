@@ -1,15 +1,24 @@
 """Kinds of storage as tests see them: a server that can be hurt in every way, and its URL."""
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import obstore
+import pytest
 import redis
 
 from stepwell.core.keys import Key
+from stepwell.core.record import pad_to_page
+from stepwell.tiers.media.object_stores import open_store
 from stepwell.tiers.media.records import name_of
+from stepwell.tiers.media.urls import MediumUrl
 
-from .servers import redis_server
+from .mounts import own_namespace, unmount
+from .object_servers import KEY_ID, SECRET, moto
+from .servers import Server, free_port, redis_server
 
 
 class Site(Protocol):
@@ -79,4 +88,89 @@ class RedisSite:
         self._server.kill()
 
 
-SITES: dict[str, Callable[[Path], Site]] = {"redis": RedisSite}
+class FsSite:
+    """A pool on a file system that is a process: what hurts it hurts whoever has it mounted.
+
+    A process that is killed leaves a mount that answers with errors; one that is stopped, calls
+    that do not return. What is behind it stays.
+    """
+
+    def __init__(self, folder: Path, name: str = "mounted", *, cached_s: float = 0.0) -> None:
+        """``name`` of the mount, and how long its clients believe what they have looked up."""
+        self._behind, self._mounted = folder / "behind", folder / name
+        self._behind.mkdir(exist_ok=True)
+        self._mounted.mkdir()
+        options = ",".join(f"{what}_timeout={cached_s}" for what in ("attr", "entry", "negative"))
+        self._server = Server(
+            ["bindfs", "-f", "--multithreaded", "-o", options,
+             str(self._behind), str(self._mounted)],
+            lambda: os.path.ismount(self._mounted), folder / f"{name}.log",
+        )  # fmt: skip
+        self.url = f"fs://{self._mounted}/pool?capacity=64MiB&min_free=1MiB"
+
+    def start(self) -> None:
+        own_namespace()
+        unmount(self._mounted)
+        self._server.start()
+
+    def start_empty(self) -> None:
+        shutil.rmtree(self._behind / "pool/chunks", ignore_errors=True)
+        self.start()
+
+    def kill(self) -> None:
+        self._server.kill()
+
+    def pause(self) -> None:
+        self._server.pause()
+
+    def resume(self) -> None:
+        self._server.resume()
+
+    def change(self, key: Key, change: Callable[[bytes], bytes]) -> None:
+        (found,) = (self._behind / "pool/chunks").rglob(name_of(key)[1])
+        changed = change(found.read_bytes())
+        # A record that is as long as it says is padded.
+        found.write_bytes(changed + bytes(pad_to_page(len(changed)) - len(changed)))
+
+    def close(self) -> None:
+        self._server.kill()
+        unmount(self._mounted)
+
+
+class S3Site:
+    """S3 as moto plays it, which keeps nothing when it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._objects = moto(folder, free_port())
+        self.url = self._objects.url("failures")
+        self._env = pytest.MonkeyPatch()
+        self._env.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
+        self._env.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+
+    def start(self) -> None:
+        self._objects.server.start()
+        self._objects.make_bucket()
+
+    def start_empty(self) -> None:
+        self.start()
+
+    def kill(self) -> None:
+        self._objects.server.kill()
+
+    def pause(self) -> None:
+        self._objects.server.pause()
+
+    def resume(self) -> None:
+        self._objects.server.resume()
+
+    def change(self, key: Key, change: Callable[[bytes], bytes]) -> None:
+        store, name = open_store(MediumUrl.parse(self.url), 30.0), "/".join(name_of(key))
+        stored = bytes(obstore.get(store, name).bytes())
+        obstore.put(store, name, change(stored))
+
+    def close(self) -> None:
+        self._objects.server.kill()
+        self._env.undo()
+
+
+SITES: dict[str, Callable[[Path], Site]] = {"fs": FsSite, "redis": RedisSite, "s3": S3Site}

@@ -154,6 +154,7 @@ def test_a_server_that_refuses_us(tmp_path: Path, user: str, password: str, word
     )
     with running(tmp_path, "--aclfile", str(acl)) as port:
         good = open_medium(url_of(port, password="secret"), 5.0)
+        good.check()
         good.close()
         with pytest.raises(ConfigError) as refused:
             open_medium(url_of(port, user=user, password=password), 5.0).check()
@@ -162,6 +163,17 @@ def test_a_server_that_refuses_us(tmp_path: Path, user: str, password: str, word
         assert "redis://user:password@host" in message
         assert "\n" not in message
         assert not password or password not in message
+
+
+def test_a_password_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked up when a connection is made, and missing there with a clear word."""
+    with running(tmp_path, "--requirepass", "from env") as port:
+        medium = open_medium(url_of(port, password="${STEPWELL_TEST_SECRET}"), 5.0)
+        with pytest.raises(ConfigError, match="no variable STEPWELL_TEST_SECRET"):
+            medium.check()
+        monkeypatch.setenv("STEPWELL_TEST_SECRET", "from env")
+        medium.check()
+        medium.close()
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,18 @@ def test_parts(text: str, url: MediumUrl) -> None:
     assert MediumUrl.parse(text) == url
 
 
+def test_a_password_may_stand_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no command line and no log of an engine has it."""
+    url = MediumUrl.parse("redis://user:${STEPWELL_TEST_SECRET}@h")
+    monkeypatch.setenv("STEPWELL_TEST_SECRET", "p@/ss")
+    assert url.secret() == "p@/ss"
+    assert MediumUrl.parse("redis://:%24plain@h").secret() == "$plain"
+    assert MediumUrl.parse("redis://h").secret() == ""
+    monkeypatch.delenv("STEPWELL_TEST_SECRET")
+    with pytest.raises(ConfigError, match=r"no variable STEPWELL_TEST_SECRET.*redis://user@h$"):
+        url.secret()
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -50,7 +62,7 @@ def test_parts(text: str, url: MediumUrl) -> None:
         ("redis://u:a/b@h", "%2F"),
         ("redis://h?a=1&a=2", "given twice"),
         ("rediss2://h", 'the nearest is "rediss"'),
-        ("gopher://h", "known=file,redis"),
+        ("gopher://h", "known=file,fs,redis,rediss,valkey,s3,gs,az"),
     ],
 )
 def test_what_is_no_url(text: str, words: str) -> None:

@@ -1,7 +1,7 @@
 """A medium in this process's memory, real in every way but that nothing survives it."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from stepwell.core.keys import Key, Root, root_of
 from stepwell.core.types import ChunkResult
@@ -64,6 +64,10 @@ class MemoryMedium:
         keys = [key for key in self.stored if root_of(key) == root]
         self.remove(keys, 1.0)
         return len(keys)
+
+    def keys(self, root: Root) -> Iterator[Key]:
+        self._called("keys", (), 0.0)
+        return iter([key for key in self.stored if root_of(key) == root])
 
     def stats(self, within_s: float) -> Stats:
         return Stats(len(self.stored), sum(map(len, self.stored.values())))

@@ -5,7 +5,7 @@ verifies nor remembers, has no threads of its own, and knows no job; `stepwell.t
 all that, once for every kind.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -130,6 +130,13 @@ class Medium(Protocol):
 
     def erase(self, root: Root) -> int:
         """Remove every record of a root; returns how many. May take as long as it takes."""
+        ...
+
+    def keys(self, root: Root) -> Iterator[Key] | None:
+        """The keys of a root's records, in any order; None if it cannot list them.
+
+        Listing may take as long as it takes, and raise TierError on the way.
+        """
         ...
 
     def stats(self, within_s: float) -> Stats:

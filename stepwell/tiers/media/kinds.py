@@ -44,6 +44,8 @@ class Kind:
         return not self.needs or importlib.util.find_spec(self.needs) is not None
 
 
+_OBJECTS = "stepwell.tiers.media.objects"
+
 KINDS: tuple[Kind, ...] = (
     Kind(
         "disk",
@@ -51,6 +53,14 @@ KINDS: tuple[Kind, ...] = (
         "file:///mnt/nvme/kv",
         "local drives, one directory each, of one engine; the same as --path",
         Promises(durable=True, shared=False, expires=False, evicts="stepwell"),
+    ),
+    Kind(
+        "fs",
+        ("fs",),
+        "fs:///mnt/pool?capacity=10TiB",
+        "a directory that several hosts have mounted: NFS, Lustre, an array, 3FS by FUSE",
+        Promises(durable=True, shared=True, expires=True, evicts="stepwell"),
+        "stepwell.tiers.media.fs",
     ),
     Kind(
         "redis",
@@ -61,6 +71,36 @@ KINDS: tuple[Kind, ...] = (
         "stepwell.tiers.media.redis",
         "redis",
         "redis",
+    ),
+    Kind(
+        "s3",
+        ("s3",),
+        "s3://bucket/prefix?region=eu-central-1",
+        "S3, and with ?endpoint=https://host whatever speaks like it; a lifecycle rule empties it",
+        Promises(durable=True, shared=True, expires=False, evicts="nobody"),
+        _OBJECTS,
+        "obstore",
+        "s3",
+    ),
+    Kind(
+        "gs",
+        ("gs",),
+        "gs://bucket/prefix",
+        "Google Cloud Storage; a lifecycle rule of the bucket empties it",
+        Promises(durable=True, shared=True, expires=False, evicts="nobody"),
+        _OBJECTS,
+        "obstore",
+        "s3",
+    ),
+    Kind(
+        "az",
+        ("az",),
+        "az://container/prefix?account=name",
+        "Azure Blob Storage; a lifecycle rule of the account empties it",
+        Promises(durable=True, shared=True, expires=False, evicts="nobody"),
+        _OBJECTS,
+        "obstore",
+        "s3",
     ),
 )
 

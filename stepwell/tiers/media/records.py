@@ -6,7 +6,7 @@ from stepwell.core.types import ChunkResult, Outcome, Reason
 from stepwell.errors import DataError
 from stepwell.tiers.media.base import Page, Record
 
-__all__ = ["ABSENT", "TRUNCATED", "joined", "name_of", "root_name", "split"]
+__all__ = ["ABSENT", "TRUNCATED", "joined", "name_of", "other_length", "root_name", "split"]
 
 ABSENT = ChunkResult(Outcome.MISS, Reason.ABSENT)
 TRUNCATED = ChunkResult(Outcome.MISS, Reason.TRUNCATED)
@@ -34,15 +34,22 @@ def split(content: bytes | memoryview, payload: memoryview) -> Page | ChunkResul
     if len(view) < HEADER_BYTES:
         return TRUNCATED
     if len(view) != HEADER_BYTES + len(payload):
-        return _other_length(view, len(payload))
+        return other_length(view, len(view), len(payload))
     payload.cast("B")[:] = view[HEADER_BYTES:]
     return view[:HEADER_BYTES]
 
 
-def _other_length(view: memoryview, payload_bytes: int) -> ChunkResult:
+def other_length(head: memoryview, size_bytes: int, payload_bytes: int) -> ChunkResult:
+    """What a record is that has not the length that was asked for.
+
+    Args:
+        head: its first 4096 bytes, or more.
+        size_bytes: that there are of it.
+        payload_bytes: that were asked for.
+    """
     try:
-        header = Header.unpack(view)
+        header = Header.unpack(head)
     except DataError as error:
         return ChunkResult(Outcome.MISS, Reason(error.reason))
-    whole = len(view) >= HEADER_BYTES + header.payload_bytes
+    whole = size_bytes >= HEADER_BYTES + header.payload_bytes
     return _LAYOUT if whole or header.payload_bytes != payload_bytes else TRUNCATED

@@ -1,9 +1,10 @@
 """Redis and Valkey: a record is the value of a key; the server evicts and expires by itself."""
 
+import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import redis
@@ -24,7 +25,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from stepwell.core.keys import Key, Root
+from stepwell.core.keys import Key, Root, make_key
 from stepwell.core.record import HEADER_BYTES
 from stepwell.core.types import ChunkResult, Outcome, Reason
 from stepwell.errors import ConfigError, TierError
@@ -57,6 +58,7 @@ def open_medium(url: MediumUrl, timeout_s: float) -> "RedisMedium":
     """The server that a URL names; it is not asked yet.
 
     ``redis://[user[:password]@]host[:6379][/database]``; ``rediss`` for TLS, ``valkey`` for Valkey.
+    A password of ``${NAME}`` is taken from that variable of the environment.
     Parameters: ``cluster`` (true for a cluster), ``prefix`` of all keys (stepwell); for TLS the
     files ``ca_certs``, ``cert`` and ``key``, and ``verify`` (false to believe any certificate).
 
@@ -86,7 +88,6 @@ def _connector(url: MediumUrl, timeout_s: float) -> Callable[[], Any]:
         "host": url.host,
         "port": url.port or 6379,
         "username": url.user or None,
-        "password": url.password or None,
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
         "max_connections": _MAX_CONNECTIONS,
@@ -112,10 +113,12 @@ def _connector(url: MediumUrl, timeout_s: float) -> Callable[[], Any]:
     if url.switch("cluster"):
         if database != "0":
             raise ConfigError(f"a cluster has no numbered databases: url={url.shown}")
-        return lambda: RedisCluster(connection_pool_class=BoundedPool, **options)
+        return lambda: RedisCluster(
+            connection_pool_class=BoundedPool, password=url.secret() or None, **options
+        )
 
     def connect() -> redis.Redis:
-        client = redis.Redis(db=int(database), **options)
+        client = redis.Redis(db=int(database), password=url.secret() or None, **options)
         pool = client.connection_pool
         pool.connection_class = bounded(pool.connection_class)
         return client
@@ -215,16 +218,24 @@ class RedisMedium:
     def erase(self, root: Root) -> int:
         """See `stepwell.tiers.media.base.Medium.erase`."""
         count = 0
+        names: list[bytes] = []
+        for name in self._scan(root):
+            names.append(name)
+            if len(names) == _SCAN_COUNT:
+                count += self._unlink(names)
+                names.clear()
+        return count + self._unlink(names)
+
+    def keys(self, root: Root) -> Iterator[Key]:
+        """See `stepwell.tiers.media.base.Medium.keys`; a key may come twice."""
+        for name in self._scan(root):
+            with contextlib.suppress(ValueError):  # somebody else's
+                yield make_key(root, bytes.fromhex(name.rpartition(b":")[2].decode()))
+
+    def _scan(self, root: Root) -> Iterator[bytes]:
+        pattern = f"{_escaped(self._prefix)}:{root_name(root)}:*"
         try:
-            client = self._ready()
-            names: list[bytes] = []
-            pattern = f"{_escaped(self._prefix)}:{root_name(root)}:*"
-            for name in client.scan_iter(match=pattern, count=_SCAN_COUNT):
-                names.append(name)
-                if len(names) == _SCAN_COUNT:
-                    count += self._unlink(names)
-                    names.clear()
-            return count + self._unlink(names)
+            yield from self._ready().scan_iter(match=pattern, count=_SCAN_COUNT)
         except _ERRORS as error:
             raise self._failure("scan", error) from error
 

@@ -1,6 +1,8 @@
 """URLs of media: parsed strictly, and shown without their passwords."""
 
 import difflib
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
@@ -10,6 +12,8 @@ from stepwell.settings import without_password
 
 __all__ = ["MediumUrl"]
 
+_FROM_ENVIRONMENT = re.compile(r"\$\{(\w+)\}")
+
 
 @dataclass(frozen=True, slots=True)
 class MediumUrl:
@@ -17,7 +21,8 @@ class MediumUrl:
 
     Attributes:
         scheme: lower case.
-        user, password, host, path: "" where there is none; the path begins with a slash.
+        user, password, host, path: "" where there is none; the path begins with a slash. A
+            password of the form ``${NAME}`` stands for a variable, see `secret`.
         port: 0 where there is none.
         parameters: of the query.
     """
@@ -73,6 +78,26 @@ class MediumUrl:
             unquote(parts.path),
             parameters,
         )
+
+    def secret(self) -> str:
+        """The password, taken from the environment where it is given as ``${NAME}``.
+
+        That keeps it out of command lines and configurations. It is looked up when a connection
+        is made, since a configuration may be written where there is no such variable.
+
+        Raises:
+            ConfigError: there is no such variable.
+        """
+        match = _FROM_ENVIRONMENT.fullmatch(self.password)
+        if match is None:
+            return self.password
+        found = os.environ.get(match[1])
+        if found is None:
+            raise ConfigError(
+                f"the environment has no variable {match[1]}, which the password is to be taken "
+                f"from: url={self.shown}"
+            )
+        return found
 
     @property
     def shown(self) -> str:

@@ -1,0 +1,152 @@
+"""The stores that the demo's engines write and read: a folder, or storage that engines share."""
+
+import secrets
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Protocol
+
+from stepwell.bench import storefiles
+from stepwell.bench.prometheus import parse_metrics, total
+from stepwell.errors import TierError
+from stepwell.tiers.media.kinds import kind_of, open_medium
+from stepwell.tiers.media.roots import described_roots, erase_root
+from stepwell.tiers.media.urls import MediumUrl
+
+__all__ = ["FolderStore", "SharedStore", "Store"]
+
+_HOST = "127.0.0.1"
+_QUIET_S = 3.0  # a slow server takes a while for one chunk
+_REST_WITHIN_S = 120.0
+_POLL_S = 0.1
+_WITHIN_S = 30.0
+
+
+class Store(Protocol):
+    """What the demo does with a store besides naming it to an engine.
+
+    Attributes:
+        tier: whose tokens Stepwell accounts for; "" where it is not Stepwell's.
+    """
+
+    tier: str
+
+    def rest(self) -> bool:
+        """Wait until nothing is written any more; False if that takes too long."""
+        ...
+
+    def written_bytes(self) -> int:
+        """What was written so far, by the engine that runs now."""
+        ...
+
+    def cool(self) -> None:
+        """Drop from memory what can be dropped."""
+        ...
+
+
+class FolderStore:
+    """Files below a folder. See `Store`."""
+
+    def __init__(self, folder: Path, tier: str) -> None:
+        self.tier = tier
+        self._folder = folder
+        folder.mkdir()
+
+    def rest(self) -> bool:
+        """See `Store.rest`."""
+        return storefiles.wait_until_stable(self._folder, timeout_s=_REST_WITHIN_S)
+
+    def written_bytes(self) -> int:
+        """See `Store.written_bytes`."""
+        return sum(size for size, _ in storefiles.snapshot(self._folder).values())
+
+    def cool(self) -> None:
+        """See `Store.cool`."""
+        storefiles.drop_page_cache(self._folder)
+
+
+class SharedStore:
+    """Storage behind a URL, watched by what Stepwell exports from the engine. See `Store`.
+
+    Args:
+        url: as a person wrote it.
+
+    Raises:
+        ConfigError: it is wrong.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = MediumUrl.parse(url)
+        self.tier = kind_of(self._url).name
+        self._port = _free_port()
+        # Stands for the weights, so that the chunks are this run's alone and can be erased.
+        self._weights_id = f"stepwell-demo-{secrets.token_hex(8)}"
+
+    @property
+    def shown(self) -> str:
+        """The URL without its password."""
+        return self._url.shown
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Of Stepwell, for engines on this store."""
+        return {"weights_id": self._weights_id, "metrics": f"{_HOST}:{self._port}"}
+
+    def rest(self) -> bool:
+        """See `Store.rest`."""
+        give_up_s = time.monotonic() + _REST_WITHIN_S
+        last, since_s = self.written_bytes(), time.monotonic()
+        while time.monotonic() - since_s < _QUIET_S:
+            if time.monotonic() > give_up_s:
+                return False
+            time.sleep(_POLL_S)
+            now = self.written_bytes()
+            if now != last:
+                last, since_s = now, time.monotonic()
+        return True
+
+    def written_bytes(self) -> int:
+        """See `Store.written_bytes`."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(f"http://{_HOST}:{self._port}/metrics", timeout=_WITHIN_S) as response:
+                metrics = parse_metrics(response.read().decode())
+        except (OSError, urllib.error.URLError) as error:
+            raise TierError(f"the engine exports no counters: error={error}") from error
+        return round(total(metrics, "stepwell_write_bytes_total", {"tier": self.tier}))
+
+    def cool(self) -> None:
+        """See `Store.cool`: whether the server reads from its memory is its own affair."""
+
+    def erase(self) -> str:
+        """Remove what was written; returns what is left and why, in words, "" for nothing."""
+        try:
+            with closing(open_medium(self._url, _WITHIN_S)) as medium:
+                medium.check()
+                roots = described_roots(medium)
+                if roots is None:
+                    return (
+                        f"{self.shown} cannot list what it holds: the demo's chunks are left to "
+                        "its own eviction."
+                    )
+                for root, identity in roots.items():
+                    if identity is not None and _mentions(identity.fields, self._weights_id):
+                        erase_root(medium, root)
+        except TierError as error:
+            return f"The demo's chunks are left on {self.shown}: {error}"
+        return ""
+
+
+def _mentions(fields: Mapping[str, object], weights_id: str) -> bool:
+    return fields.get("weights") == weights_id
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,369 @@
+"""What storage that engines share holds, said without using it as an engine does.
+
+A shared directory is looked through, a folder at a time; nothing is written there, and its
+members do not notice. Any other kind is asked what it says of itself.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stepwell.core.identity import Identity
+from stepwell.core.keys import Root, make_key
+from stepwell.core.record import HEADER_BYTES
+from stepwell.errors import ConfigError
+from stepwell.ops import words
+from stepwell.settings import format_bytes
+from stepwell.tiers.files import read_regular
+from stepwell.tiers.media.base import Stats
+from stepwell.tiers.media.books import Books
+from stepwell.tiers.media.census import directories, folders, records
+from stepwell.tiers.media.fs import path_of
+from stepwell.tiers.media.kinds import kind_of, open_medium
+from stepwell.tiers.media.poolfiles import PoolFiles
+from stepwell.tiers.media.quota import Member
+from stepwell.tiers.media.records import root_name
+from stepwell.tiers.media.roots import (
+    DESCRIPTION_BYTES,
+    DESCRIPTIONS,
+    described_roots,
+    identity_in,
+)
+from stepwell.tiers.media.urls import MediumUrl
+
+__all__ = [
+    "MediumReport",
+    "PoolReport",
+    "PoolRoot",
+    "inspect_pool",
+    "inspect_url",
+    "shared_json",
+    "shared_text",
+]
+
+_WITHIN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRoot:
+    """One root's records in a pool.
+
+    Attributes:
+        root: 64 hexadecimal digits, or whatever the folder is called.
+        identity: who computed them; None if the description is missing or damaged.
+        num_chunks, size_bytes: of its records.
+        oldest_used_s, newest_used_s: when the record that was not used for longest, and the one
+            used last, were; seconds since the epoch by the file system's clock. None without any.
+    """
+
+    root: str
+    identity: Identity | None
+    num_chunks: int
+    size_bytes: int
+    oldest_used_s: float | None
+    newest_used_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReport:
+    """A shared directory as it was found.
+
+    Attributes:
+        path: absolute.
+        pool_id: of the marker.
+        now_s: when, by this host's clock, seconds since the epoch.
+        free_bytes, total_bytes: of its file system, for unprivileged users.
+        epoch: the highest; 0 if nobody has ever swept.
+        sweeper: the member that sweeps in it; "" if there is none.
+        heard_s: when that was heard of last; 0 if it has resigned.
+        books: what it has told; None if nothing.
+        members: each by its name, with the time that it was heard of last.
+        roots: by name.
+        num_temp, temp_bytes: files that are being written, or were left behind.
+    """
+
+    path: str
+    pool_id: str
+    now_s: float
+    free_bytes: int
+    total_bytes: int
+    epoch: int
+    sweeper: str
+    heard_s: float
+    books: Books | None
+    members: Mapping[str, tuple[Member, float]] = field(default_factory=dict)
+    roots: tuple[PoolRoot, ...] = ()
+    num_temp: int = 0
+    temp_bytes: int = 0
+
+    @property
+    def num_chunks(self) -> int:
+        """Of all roots."""
+        return sum(root.num_chunks for root in self.roots)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all roots."""
+        return sum(root.size_bytes for root in self.roots)
+
+
+@dataclass(frozen=True, slots=True)
+class MediumReport:
+    """Another kind of storage.
+
+    Attributes:
+        url: without its password.
+        kind: by name.
+        stats: what it says of itself.
+        roots: with their descriptions, None for one that is damaged; None if it cannot list them.
+    """
+
+    url: str
+    kind: str
+    stats: Stats
+    roots: Mapping[Root, Identity | None] | None = None
+
+
+def inspect_url(url: MediumUrl) -> PoolReport | MediumReport:
+    """Look at what a URL names. Blocks; of a shared directory it lists every folder.
+
+    Raises:
+        ConfigError: it is no such storage. TierError: it does not answer. OSError: a directory
+            cannot be read.
+    """
+    kind = kind_of(url)
+    if kind.name == "fs":
+        return inspect_pool(path_of(url))
+    medium = open_medium(url, _WITHIN_S)
+    try:
+        return MediumReport(url.shown, kind.name, medium.stats(_WITHIN_S), described_roots(medium))
+    finally:
+        medium.close()
+
+
+def inspect_pool(path: Path) -> PoolReport:
+    """Look at a shared directory; memory is that of one folder of it, and a line per root.
+
+    Raises:
+        ConfigError: it is none. OSError: it cannot be read.
+    """
+    files = PoolFiles(path)
+    try:
+        pool_id = files.pool_id()
+        epoch = files.highest_epoch()
+    except FileNotFoundError as error:
+        raise ConfigError(f"no pool lies there; is it mounted? path={path}") from error
+    descriptions = _descriptions(files.chunks)
+    temp = [seen.size_bytes for seen in records(files.temp)]
+    status = os.statvfs(path)
+    return PoolReport(
+        path=str(path),
+        pool_id=pool_id,
+        now_s=time.time(),
+        free_bytes=status.f_bavail * status.f_frsize,
+        total_bytes=status.f_blocks * status.f_frsize,
+        epoch=epoch,
+        sweeper=files.sweeper_of(epoch),
+        heard_s=files.lease_ns(epoch) / 1e9,
+        books=files.read_books(epoch),
+        members={
+            name: (member, pulse_ns / 1e9)
+            for name, (member, pulse_ns) in sorted(files.read_members().items())
+        },
+        roots=tuple(
+            _root(files.chunks, name, descriptions.get(name))
+            for name in directories(files.chunks)
+            if name != root_name(DESCRIPTIONS)
+        ),
+        num_temp=len(temp),
+        temp_bytes=sum(temp),
+    )
+
+
+def _descriptions(chunks: str) -> dict[str, Identity | None]:
+    """By the names of roots. A pool that is in use is read, so that some may be gone meanwhile."""
+    found: dict[str, Identity | None] = {}
+    for folder in folders(f"{chunks}/{root_name(DESCRIPTIONS)}", 2):
+        for seen in records(folder):
+            name = os.path.basename(seen.path)
+            with contextlib.suppress(OSError, ValueError):
+                content = read_regular(seen.path, DESCRIPTION_BYTES)
+                key = make_key(DESCRIPTIONS, bytes.fromhex(name))
+                page, payload = content[:HEADER_BYTES], content[HEADER_BYTES:]
+                found[name] = identity_in(page, payload, key)
+    return found
+
+
+def _root(chunks: str, name: str, identity: Identity | None) -> PoolRoot:
+    num_chunks = size_bytes = 0
+    oldest_ns, newest_ns = 1 << 63, 0
+    for folder in folders(f"{chunks}/{name}", 2):
+        for seen in records(folder):
+            num_chunks += 1
+            size_bytes += seen.size_bytes
+            oldest_ns = min(oldest_ns, seen.used_ns)
+            newest_ns = max(newest_ns, seen.used_ns)
+    if not num_chunks:
+        return PoolRoot(name, identity, 0, 0, None, None)
+    return PoolRoot(name, identity, num_chunks, size_bytes, oldest_ns / 1e9, newest_ns / 1e9)
+
+
+# As values, and in words.
+
+
+def shared_json(report: PoolReport | MediumReport) -> dict[str, object]:
+    """JSON values of `stepwell inspect URL --json`."""
+    if isinstance(report, MediumReport):
+        return {
+            "url": report.url,
+            "kind": report.kind,
+            "chunks": report.stats.num_chunks,
+            "bytes": report.stats.used_bytes,
+            "capacity_bytes": report.stats.capacity_bytes,
+            "roots": None
+            if report.roots is None
+            else [
+                {"root": root.hex(), **_identity_json(identity)}
+                for root, identity in sorted(report.roots.items())
+            ],
+        }
+    books = report.books
+    granted = {} if books is None else books.granted
+    return {
+        "path": report.path,
+        "kind": "fs",
+        "pool": report.pool_id,
+        "chunks": report.num_chunks,
+        "bytes": report.size_bytes,
+        "capacity_bytes": None if books is None else books.quota.capacity_bytes,
+        "charged_bytes": None if books is None else books.quota.used_bytes,
+        "free_bytes": report.free_bytes,
+        "total_bytes": report.total_bytes,
+        "epoch": report.epoch,
+        "sweeper": report.sweeper or None,
+        "sweeper_age_s": report.now_s - report.heard_s if report.heard_s else None,
+        "members": [
+            {
+                "member": name,
+                "written_bytes": member.written_bytes,
+                "granted_bytes": granted.get(name),
+                "capacity_bytes": member.capacity_bytes,
+                "refused": member.num_refused,
+                "age_s": report.now_s - heard_s,
+            }
+            for name, (member, heard_s) in report.members.items()
+        ],
+        "roots": [
+            {
+                "root": root.root,
+                **_identity_json(root.identity),
+                "chunks": root.num_chunks,
+                "bytes": root.size_bytes,
+                "oldest_age_s": _age(report, root.oldest_used_s),
+                "newest_age_s": _age(report, root.newest_used_s),
+            }
+            for root in report.roots
+        ],
+        "partial": {"files": report.num_temp, "bytes": report.temp_bytes},
+    }
+
+
+def _identity_json(identity: Identity | None) -> dict[str, object]:
+    return {
+        "model": None if identity is None else identity.labels.get("model"),
+        "fields": None if identity is None else dict(identity.fields),
+        "labels": None if identity is None else dict(identity.labels),
+    }
+
+
+def _age(report: PoolReport, time_s: float | None) -> float | None:
+    return None if time_s is None else report.now_s - time_s
+
+
+def shared_text(report: PoolReport | MediumReport) -> str:
+    """What `stepwell inspect URL` prints."""
+    if isinstance(report, MediumReport):
+        return _medium_text(report)
+    free, total = format_bytes(report.free_bytes), format_bytes(report.total_bytes)
+    head = [
+        f"{report.path}: a Stepwell pool; {words.plural(len(report.members), 'member')}",
+        f"{words.plural(report.num_chunks, 'chunk')} of "
+        f"{words.plural(len(report.roots), 'root')}, {format_bytes(report.size_bytes)}; "
+        f"{free} of {total} are free on its file system",
+        *_books_lines(report),
+    ]
+    paragraphs = ["\n".join(head)]
+    if report.members:
+        paragraphs.append("\n".join(_member_text(report, name) for name in report.members))
+    paragraphs += [_root_text(report, root) for root in report.roots]
+    if report.num_temp:
+        count, size = words.plural(report.num_temp, "file"), format_bytes(report.temp_bytes)
+        paragraphs.append(f"unfinished: {count}, {size}; what nobody writes any more is removed")
+    return "\n\n".join(paragraphs)
+
+
+def _books_lines(report: PoolReport) -> list[str]:
+    if not report.epoch:
+        return ["nobody has ever swept it"]
+    who = report.sweeper or "(unknown)"
+    if report.heard_s:
+        heard = f"heard of {words.age(report.now_s - report.heard_s)} ago"
+    else:
+        heard = "which has left"
+    lines = [f"swept by {who}, {heard}; epoch {report.epoch}"]
+    if report.books is None:
+        return [*lines, "it has told nothing so far"]
+    quota = report.books.quota
+    capacity = format_bytes(quota.capacity_bytes)
+    if quota.counted_bytes is None:
+        return [*lines, f"capacity {capacity}; it is being counted for the first time"]
+    lines.append(
+        f"{format_bytes(quota.used_bytes)} of {capacity} are charged, with what was granted and "
+        "may not be written yet"
+    )
+    return lines
+
+
+def _member_text(report: PoolReport, name: str) -> str:
+    member, heard_s = report.members[name]
+    granted = None if report.books is None else report.books.granted.get(name)
+    text = f"member {name}\n  wrote {format_bytes(member.written_bytes)} since it came"
+    if granted is not None:
+        text += f", was granted {format_bytes(granted)}"
+    text += f", heard of {words.age(report.now_s - heard_s)} ago"
+    quota = None if report.books is None else report.books.quota
+    if quota is not None and member.capacity_bytes != quota.capacity_bytes:
+        text += f"; takes {format_bytes(member.capacity_bytes)} for the capacity"
+    if member.num_refused:
+        refused = words.plural(member.num_refused, "write")
+        text += f"; the file system was full at {refused}"
+    return text
+
+
+def _root_text(report: PoolReport, root: PoolRoot) -> str:
+    text = f"{root.num_chunks}, {format_bytes(root.size_bytes)}"
+    if root.newest_used_s is not None and root.oldest_used_s is not None:
+        newest = words.age(report.now_s - root.newest_used_s)
+        oldest = words.age(report.now_s - root.oldest_used_s)
+        text += f", last used {newest} ago"
+        text += f", the oldest {oldest} ago" if oldest != newest else ""
+    return words.root_text(root.root, root.identity, [("chunks", text)])
+
+
+def _medium_text(report: MediumReport) -> str:
+    stats = report.stats
+    lines = [f"{report.url}: storage of the kind {report.kind}"]
+    chunks = "unknown" if stats.num_chunks is None else str(stats.num_chunks)
+    used = "unknown" if stats.used_bytes is None else format_bytes(stats.used_bytes)
+    lines.append(f"chunks: {chunks}; used: {used}")
+    if stats.capacity_bytes is not None:
+        lines[-1] += f" of {format_bytes(stats.capacity_bytes)}"
+    if report.roots is None:
+        lines.append("roots: it cannot list them")
+    paragraphs = ["\n".join(lines)]
+    for root, identity in sorted((report.roots or {}).items()):
+        paragraphs.append(words.root_text(root.hex(), identity))
+    return "\n\n".join(paragraphs)

@@ -1,0 +1,400 @@
+"""A shared directory: one immutable file per record, fanned out; it empties itself.
+
+NFS, Lustre, an array, 3FS by FUSE: whatever several hosts have mounted at once. The directory is
+the index. What may be written is granted by one of those that use it, so that all of them
+together keep the capacity (`stepwell.tiers.media.sweep`). Names are in
+`stepwell.tiers.media.poolfiles`.
+"""
+
+import contextlib
+import errno
+import itertools
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import xxhash
+
+from stepwell.core.keys import Key, Root, make_key
+from stepwell.core.record import record_bytes
+from stepwell.core.types import ChunkResult, Outcome, Reason
+from stepwell.errors import ConfigError, TierError
+from stepwell.settings import parse_duration, parse_size
+from stepwell.tiers.blockio import probe_direct, read_run, write_run
+from stepwell.tiers.media.base import Page, Record, Stats, Wanted
+from stepwell.tiers.media.books import GONE
+from stepwell.tiers.media.census import folders, prune, records
+from stepwell.tiers.media.pool import Pool
+from stepwell.tiers.media.poolfiles import PoolFiles
+from stepwell.tiers.media.records import ABSENT, TRUNCATED, name_of, root_name
+from stepwell.tiers.media.sweep import PoolLimits
+from stepwell.tiers.media.urls import MediumUrl
+from stepwell.tiers.outcomes import ALREADY_THERE, DONE, NO_ROOM, read_failure, write_refusal
+
+__all__ = ["FsMedium", "open_medium", "path_of"]
+
+T = TypeVar("T")
+
+_PARAMETERS = ("capacity", "min_free", "ttl")
+# What the system says of a file system that is away, rather than of a path that is wrong.
+_AWAY = frozenset(
+    {
+        errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN,
+        errno.EHOSTUNREACH, errno.ECONNREFUSED, errno.ECONNABORTED, errno.ENODEV, errno.ENXIO,
+    }
+)  # fmt: skip
+# What a file system without hard links says.
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+_NOT_A_FILE = ChunkResult(Outcome.MISS, Reason.NOT_A_FILE)
+_NO_SPACE = ChunkResult(Outcome.FULL, Reason.NO_SPACE)
+_MAKE_TRIES = 4
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def path_of(url: MediumUrl) -> Path:
+    """The directory that a URL names.
+
+    Raises:
+        ConfigError: none.
+    """
+    if url.host or not url.path.strip("/"):
+        raise ConfigError(f"write fs:///mnt/pool, with three slashes: url={url.shown}")
+    return Path(os.path.normpath("/" + url.path.lstrip("/")))
+
+
+def open_medium(url: MediumUrl, timeout_s: float) -> "FsMedium":
+    """The directory that a URL names: ``fs:///mnt/pool``.
+
+    Parameters: ``capacity``, what all engines together may take there (needed), ``min_free``, the
+    space that is left whoever uses it up (1GiB), and ``ttl``, after which a record leaves, counted
+    from when it was written (none). Engines that differ in them keep those of the one that sweeps.
+
+    Args:
+        url: see above.
+        timeout_s: how long opening may take; what comes then has no limit of its own, since a
+            system call cannot be given up.
+
+    Raises:
+        ConfigError: the URL is wrong.
+    """
+    url.check_parameters(_PARAMETERS)
+    path = path_of(url)
+    if "capacity" not in url.parameters:
+        raise ConfigError(
+            f"what the engines together may take is needed: fs://{url.path}?capacity=10TiB"
+        )
+    ttl = url.parameters.get("ttl")
+    limits = PoolLimits(
+        parse_size(url.parameters["capacity"], "capacity"),
+        parse_size(url.parameters.get("min_free", "1GiB"), "min_free"),
+        parse_duration(ttl, "ttl", most_s=365 * 86400.0) if ttl else 0.0,
+    )
+    return FsMedium(path, limits, timeout_s)
+
+
+class _Opening(threading.Thread):
+    """Looks at the directory, however long that takes."""
+
+    def __init__(self, medium: "FsMedium", *, make: bool) -> None:
+        super().__init__(name="stepwell-pool-open", daemon=True)
+        self.error: Exception | None = None
+        self._medium = medium
+        self._make = make
+
+    def run(self) -> None:
+        """See above."""
+        try:
+            self._medium.prepare(make=self._make)
+        except Exception as error:  # counted by whoever waits: it is raised there
+            self.error = error
+
+
+class FsMedium:
+    """Records as files. See `stepwell.tiers.media.base.Medium`.
+
+    A system call on a file system that hangs does not come back in time; `within_s` is looked at
+    between records. Whoever waits for a medium has deadlines of its own.
+
+    Args:
+        path: absolute; its parent must exist.
+        limits: of all that use it together.
+        timeout_s: how long opening may take.
+    """
+
+    def __init__(self, path: Path, limits: PoolLimits, timeout_s: float = 10.0) -> None:
+        self.path = path
+        self._limits = limits
+        self._timeout_s = timeout_s
+        self._files = PoolFiles(path)
+        self._numbers = itertools.count()
+        self._direct = False
+        self._lock = threading.Lock()
+        self._opening: _Opening | None = None
+        self._pool: Pool | None = None
+        self._closed = False
+
+    def check(self) -> None:
+        """See `stepwell.tiers.media.base.Medium.check`. Makes the pool if there is none."""
+        self._open(make=True, within_s=self._timeout_s)
+
+    def _open(self, *, make: bool, within_s: float) -> Pool:
+        with self._lock:
+            opening = self._opening
+            if self._pool is None and (opening is None or not opening.is_alive()):
+                opening = self._opening = _Opening(self, make=make)
+                opening.start()
+        if self._pool is None and opening is not None:
+            opening.join(min(within_s, self._timeout_s))
+            if opening.error is not None:
+                raise self._why_not(opening.error) from opening.error
+        if self._pool is None:
+            raise TierError(f"the directory does not answer: path={self.path}")
+        return self._pool
+
+    def _why_not(self, error: Exception) -> Exception:
+        if not isinstance(error, OSError):
+            return error
+        what = error.strerror or str(error)
+        if error.errno in _AWAY:
+            return TierError(f"the directory fails: path={self.path} error={what}")
+        return ConfigError(
+            f"the directory cannot be used ({what}); it has to be mounted and writable for this "
+            f"user: path={error.filename or self.path}"
+        )
+
+    def prepare(self, *, make: bool) -> None:
+        """Join the pool; blocks for as long as the file system does.
+
+        Args:
+            make: the pool, if there is none. Only at the start: a pool that was there and is not
+                has lost its file system, and what would be made lies on another.
+
+        Raises:
+            ConfigError: it is no pool, or none of this version. OSError: from the system.
+        """
+        if make:
+            self._files.make(self._limits.capacity_bytes)
+        self._files.pool_id()
+        self._files.make_folders()
+        direct = probe_direct(self._files.temp)
+        pool = Pool(self._files, self._limits)
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._direct, self._pool = direct, pool
+        if closed:
+            pool.close()
+
+    def exist(self, keys: Sequence[Key], within_s: float) -> list[bool]:
+        """See `stepwell.tiers.media.base.Medium.exist`."""
+        return [self._exists(path) for path in self._in_time(map(self._path, keys), within_s)]
+
+    def _exists(self, path: str) -> bool:
+        try:
+            return stat.S_ISREG(os.lstat(path).st_mode)
+        except OSError as error:
+            if error.errno in GONE:
+                return False
+            raise self._failure("stat", error) from error
+
+    def read(self, wanted: Sequence[Wanted], within_s: float) -> list[Page | ChunkResult]:
+        """See `stepwell.tiers.media.base.Medium.read`."""
+        paths = self._in_time((self._path(each.key) for each in wanted), within_s)
+        return [self._read(path, each.payload) for path, each in zip(paths, wanted, strict=True)]
+
+    def _read(self, path: str, payload: memoryview) -> Page | ChunkResult:
+        try:
+            fd = os.open(path, _READ_FLAGS | (os.O_DIRECT if self._direct else 0))
+            try:
+                (page,) = read_run(fd, 0, [payload])
+                # The page is the next read's as well.
+                return TRUNCATED if page is None else bytes(page)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            return ABSENT if error.errno in GONE else self._unread(path, error)
+
+    def _unread(self, path: str, error: OSError) -> ChunkResult:
+        """Why a record cannot be read: it is a link, a pipe, a directory, or the medium failed."""
+        with contextlib.suppress(OSError):
+            if not stat.S_ISREG(os.lstat(path).st_mode):
+                return _NOT_A_FILE
+        return read_failure(error)
+
+    def write(self, records: Sequence[Record], within_s: float) -> list[ChunkResult]:
+        """See `stepwell.tiers.media.base.Medium.write`."""
+        give_up_s = time.monotonic() + within_s
+        results = []
+        for record in self._in_time(records, within_s):
+            pool = self._ready(give_up_s - time.monotonic())
+            size_bytes = record_bytes(len(record.payload))
+            if not pool.reserve(size_bytes, give_up_s - time.monotonic()):
+                if pool.trouble:
+                    raise TierError(f"the pool fails: path={self.path} error={pool.trouble}")
+                results.append(NO_ROOM)
+                continue
+            result = read_failure(OSError())
+            try:
+                result = self._write(record, pool.member_id)
+            finally:
+                pool.settle(size_bytes, written=result == DONE, refused=result == _NO_SPACE)
+            results.append(result)
+        return results
+
+    def _write(self, record: Record, member_id: str) -> ChunkResult:
+        temp = f"{self._files.temp}/{member_id}-{next(self._numbers)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            fd = os.open(temp, flags | (os.O_DIRECT if self._direct else 0), 0o644)
+            try:
+                write_run(fd, 0, [record.header], [record.payload])
+            finally:
+                os.close(fd)  # on NFS it is here that a full file system may be told
+            return self._publish(temp, self._path(record.key))
+        except OSError as error:
+            return write_refusal(error)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(temp)
+
+    def _publish(self, temp: str, path: str) -> ChunkResult:
+        """Give a whole record its name, unless there is one of that name."""
+        for _ in range(_MAKE_TRIES):  # a folder that was empty for long may vanish again
+            if not self._make_folder(path):
+                continue
+            try:
+                os.link(temp, path)
+            except FileExistsError:
+                # Said as well by an NFS server that is asked a second time, after it was done.
+                return DONE if os.lstat(temp).st_nlink > 1 else ALREADY_THERE
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                # Of two at once the second wins, and both are right.
+                if os.path.lexists(path):
+                    return ALREADY_THERE
+                os.rename(temp, path)
+            return DONE
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    def _make_folder(self, path: str) -> bool:
+        """Make a record's folder where it is missing; but not `chunks`, which is the pool's.
+
+        Raises:
+            NotADirectoryError: something else lies in the way, a link included.
+        """
+        if self._files.is_inside(path):
+            return True
+        folder = self._files.chunks
+        for name in os.path.dirname(path)[len(folder) + 1 :].split("/"):
+            folder = f"{folder}/{name}"
+            try:
+                os.mkdir(folder)
+            except FileExistsError:
+                if not stat.S_ISDIR(os.lstat(folder).st_mode):
+                    raise NotADirectoryError(
+                        errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder
+                    ) from None
+            except FileNotFoundError:
+                if not os.path.lexists(self._files.chunks):
+                    raise
+                return False
+        return True
+
+    def remove(self, keys: Sequence[Key], within_s: float) -> None:
+        """See `stepwell.tiers.media.base.Medium.remove`."""
+        for path in self._in_time(map(self._path, keys), within_s):
+            try:
+                if self._files.is_inside(path):
+                    os.unlink(path)
+            except OSError as error:
+                # A directory of a record's name is nobody's record.
+                if error.errno not in GONE and error.errno != errno.EISDIR:
+                    raise self._failure("unlink", error) from error
+
+    def touch(self, keys: Sequence[Key], within_s: float) -> None:
+        """See `stepwell.tiers.media.base.Medium.touch`: by the file system's clock.
+
+        A record of another user's is left as it is: its order of use is that of writing.
+        """
+        now_ns = self._ready(within_s).now_ns()
+        for path in self._in_time(map(self._path, keys), within_s):
+            try:
+                written_ns = os.lstat(path).st_mtime_ns
+                os.utime(path, ns=(now_ns, written_ns), follow_symlinks=False)
+            except OSError as error:
+                if error.errno not in GONE and error.errno not in (errno.EPERM, errno.EACCES):
+                    raise self._failure("utime", error) from error
+
+    def erase(self, root: Root) -> int:
+        """See `stepwell.tiers.media.base.Medium.erase`.
+
+        What is written meanwhile may stay.
+        """
+        count = 0
+        top = f"{self._files.chunks}/{root_name(root)}"
+        try:
+            if not stat.S_ISDIR(os.lstat(top).st_mode):
+                return 0
+            for folder in folders(top, 2):
+                for seen in records(folder):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(seen.path)
+                        count += 1
+                prune(folder, 1 << 63)  # unless somebody writes to it
+        except OSError as error:
+            if error.errno not in GONE:
+                raise self._failure("erase", error) from error
+        return count
+
+    def keys(self, root: Root) -> Iterator[Key]:
+        """See `stepwell.tiers.media.base.Medium.keys`."""
+        try:
+            for folder in folders(f"{self._files.chunks}/{root_name(root)}", 2):
+                for seen in records(folder):
+                    with contextlib.suppress(ValueError):  # somebody else's
+                        yield make_key(root, bytes.fromhex(os.path.basename(seen.path)))
+        except OSError as error:
+            raise self._failure("list", error) from error
+
+    def stats(self, within_s: float) -> Stats:
+        """See `stepwell.tiers.media.base.Medium.stats`: as the one that sweeps knows it."""
+        pool = self._ready(within_s)
+        return Stats(None, pool.used_bytes(), self._limits.capacity_bytes)
+
+    def close(self) -> None:
+        """See `stepwell.tiers.media.base.Medium.close`."""
+        with self._lock:
+            self._closed = True
+            pool = self._pool
+        if pool is not None:
+            pool.close()
+
+    def _ready(self, within_s: float) -> Pool:
+        if self._pool is not None:
+            return self._pool
+        try:
+            return self._open(make=False, within_s=within_s)
+        except ConfigError as error:  # nobody is there any more who could set it right
+            raise TierError(str(error)) from error
+
+    def _path(self, key: Key) -> str:
+        root, name = name_of(key)
+        spread = xxhash.xxh3_64_intdigest(key) & 0xFFFF
+        return f"{self._files.chunks}/{root}/{spread >> 8:02x}/{spread & 0xFF:02x}/{name}"
+
+    def _in_time(self, each: Iterable[T], within_s: float) -> Iterator[T]:
+        give_up_s = time.monotonic() + within_s
+        for one in each:
+            if time.monotonic() > give_up_s:
+                raise TierError(f"the directory is slow: path={self.path} within_s={within_s}")
+            yield one
+
+    def _failure(self, call: str, error: OSError) -> TierError:
+        return TierError(f"{call} failed: path={self.path} error={error.strerror or error}")

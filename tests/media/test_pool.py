@@ -1,0 +1,645 @@
+"""What may become of a shared directory while it is used: full, away, replaced, hanging."""
+
+import contextlib
+import errno
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepwell.core.keys import root_of
+from stepwell.core.types import ChunkResult, Outcome, Reason
+from stepwell.errors import ConfigError, TierError
+from stepwell.testing import Driver, buffer_of, key_of
+from stepwell.tiers.base import TierContext
+from stepwell.tiers.media import fs, pool, sweep
+from stepwell.tiers.media.base import Record
+from stepwell.tiers.media.fs import FsMedium, open_medium
+from stepwell.tiers.media.poolfiles import PoolFiles
+from stepwell.tiers.media.records import name_of
+from stepwell.tiers.media.sweep import Sweeper
+from stepwell.tiers.media.urls import MediumUrl
+from stepwell.tiers.outcomes import ALREADY_THERE, DONE, NO_ROOM
+from stepwell.tiers.shared import SharedTier
+
+from .mounts import mount_memory, unmount
+from .sites import FsSite
+from .test_fs import Members, bytes_in, medium_at, until
+
+KIB, MIB = 1 << 10, 1 << 20
+NO_SPACE = ChunkResult(Outcome.FULL, Reason.NO_SPACE)
+
+
+def record_of(name: object, size_bytes: int = 60 * KIB) -> Record:
+    return Record(key_of(name), bytes(4096), buffer_of(size_bytes), 0.0)
+
+
+@pytest.fixture
+def close() -> Iterator[Callable[[FsMedium], FsMedium]]:
+    """Has a medium closed when the test is over."""
+    with contextlib.ExitStack() as stack:
+
+        def later(medium: FsMedium) -> FsMedium:
+            stack.callback(medium.close)
+            return medium
+
+        yield later
+
+
+Close = Callable[[FsMedium], FsMedium]
+
+
+# Full.
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Path]:
+    """A small file system that can be filled to the last byte."""
+    path = tmp_path / "drive"
+    path.mkdir()
+    mount_memory(path, 8 * MIB)
+    yield path
+    unmount(path)
+
+
+def fill(path: Path, leave_bytes: int = 0) -> Path:
+    """Somebody else takes what room there is."""
+    ballast = path / "ballast"
+    with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(64 * KIB))
+    status = os.statvfs(path)
+    missing = leave_bytes - status.f_bavail * status.f_frsize
+    if missing > 0:
+        os.truncate(ballast, ballast.stat().st_size - missing)
+    return ballast
+
+
+def test_a_file_system_that_is_full_below_capacity(drive: Path, close: Close) -> None:
+    """Old records make way for new ones all the same; a pool must not freeze as it is."""
+    medium = close(medium_at(drive / "pool", "7MiB", min_free="4KiB"))
+    results = [medium.write([record_of(idx)], 10.0)[0] for idx in range(50)]
+    assert set(results) == {DONE}
+    fill(drive, 256 * KIB)
+    late: list[ChunkResult] = []
+
+    def again() -> bool:
+        late.append(medium.write([record_of(f"late{len(late)}")], 10.0)[0])
+        return late[-20:] == [DONE] * 20
+
+    until(again, 60.0)
+    assert set(late) <= {DONE, NO_SPACE, NO_ROOM}
+
+
+def test_a_quota_that_nobody_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file system says there is room, and refuses: that of this user is used up."""
+    medium = medium_at(tmp_path / "pool", "8MiB")
+    real = fs.write_run
+
+    def refuse(fd: int, *more: Any) -> None:
+        if bytes_in(tmp_path / "pool/chunks/..") > 4 * MIB:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        real(fd, *more)
+
+    monkeypatch.setattr(fs, "write_run", refuse)
+    results: list[ChunkResult] = []
+
+    def again() -> bool:
+        results.append(medium.write([record_of(len(results))], 10.0)[0])
+        return len(results) > 150 and results[-3:] == [DONE] * 3
+
+    until(again, 60.0)
+    medium.close()
+    assert NO_SPACE in results
+    assert results.count(DONE) > 80
+
+
+def test_taking_over_needs_no_room(drive: Path, close: Close) -> None:
+    """Whoever swept has died on a file system that is full to the last byte."""
+    medium_at(drive / "pool", "7MiB", min_free="1MiB").close()
+    medium = close(medium_at(drive / "pool", "7MiB", min_free="1MiB"))
+    for idx in range(50):
+        assert medium.write([record_of(idx)], 10.0) == [DONE]
+    medium.close()
+    fill(drive)
+    with pytest.raises(OSError, match="No space"):
+        (drive / "another").write_bytes(bytes(4096))
+    before = bytes_in(drive / "pool")
+    epoch = PoolFiles(drive / "pool").highest_epoch()
+    close(medium_at(drive / "pool", "7MiB", min_free="1MiB"))
+    until(lambda: bytes_in(drive / "pool") <= before - 900 * KIB)
+    assert PoolFiles(drive / "pool").highest_epoch() == epoch + 1
+
+
+def test_free_space_is_kept_whoever_uses_it_up(drive: Path, close: Close) -> None:
+    medium = close(medium_at(drive / "pool", "7MiB", min_free="2MiB"))
+    for idx in range(150):
+        medium.write([record_of(idx)], 10.0)
+        status = os.statvfs(drive)
+        assert status.f_bavail * status.f_frsize >= 2 * MIB - 128 * KIB
+    (drive / "other").write_bytes(bytes(3 * MIB // 2))
+
+    def is_free() -> bool:
+        status = os.statvfs(drive)
+        return status.f_bavail * status.f_frsize >= 2 * MIB
+
+    until(is_free)
+    assert bytes_in(drive / "pool") > MIB, "and no more has left than was needed"
+
+
+def test_a_record_that_can_never_fit(tmp_path: Path, close: Close) -> None:
+    """It is refused at once, and nothing leaves for it."""
+    medium = close(medium_at(tmp_path / "pool", "2MiB"))
+    for idx in range(8):
+        assert medium.write([record_of(idx)], 10.0) == [DONE]
+    began_s = time.monotonic()
+    assert medium.write([record_of("large", 3 * MIB)], 10.0) == [NO_ROOM]
+    assert time.monotonic() - began_s < 1.5
+    time.sleep(0.5)
+    assert medium.exist([key_of(idx) for idx in range(8)], 10.0) == [True] * 8
+
+
+def test_what_was_reserved_is_given_back_whatever_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close: Close
+) -> None:
+    medium = close(medium_at(tmp_path / "pool", "1MiB"))
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fs, "write_run", fail)
+        for idx in range(30):
+            with pytest.raises(MemoryError):
+                medium.write([record_of(idx, 200 * KIB)], 10.0)
+    assert medium.write([record_of("after", 200 * KIB)], 10.0) == [DONE]
+
+
+# Away, or another one.
+
+
+def test_where_it_is_not_mounted_any_more_nothing_is_made(tmp_path: Path, close: Close) -> None:
+    """Below a mount point there is an empty folder, on the drive that the system is on."""
+    path = tmp_path / "pool"
+    medium = close(medium_at(path))
+    assert medium.write([record_of(1)], 10.0) == [DONE]
+    path.rename(tmp_path / "away")
+    path.mkdir()
+    results: list[ChunkResult] = []
+    ends_s = time.monotonic() + 4.0
+    while time.monotonic() < ends_s:
+        with contextlib.suppress(TierError):
+            results += medium.write([record_of(time.monotonic_ns())], 1.0)
+        medium.exist([key_of(1)], 1.0)
+        medium.touch([key_of(1)], 1.0)
+        medium.remove([key_of(1)], 1.0)
+        time.sleep(0.05)
+    assert list(path.iterdir()) == []
+    assert DONE not in results
+    path.rmdir()
+    (tmp_path / "away").rename(path)
+    until(lambda: _writes(medium))
+    assert medium.exist([key_of(1)], 10.0) == [True]
+
+
+def _writes(medium: FsMedium) -> bool:
+    try:
+        return medium.write([record_of(time.monotonic_ns())], 1.0) == [DONE]
+    except TierError:
+        return False
+
+
+def test_another_pool_in_its_place_is_left_alone(
+    tmp_path: Path, close: Close, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as one that was made there by mistake, while nothing was mounted."""
+    path = tmp_path / "pool"
+    medium = close(medium_at(path))
+    assert medium.write([record_of(1)], 10.0) == [DONE]
+    path.rename(tmp_path / "away")
+    other = close(medium_at(path))
+    assert other.write([record_of("its own")], 10.0) == [DONE]
+    with caplog.at_level(logging.WARNING):
+        until(lambda: "another pool lies there" in caplog.text)
+    for idx in range(20):
+        with contextlib.suppress(TierError):
+            assert medium.write([record_of(f"m{idx}")], 0.1) == [NO_ROOM]
+    assert sum(1 for found in (path / "chunks").rglob("*") if found.is_file()) == 1
+
+
+def test_folders_that_somebody_removed_are_made_again(tmp_path: Path, close: Close) -> None:
+    path = tmp_path / "pool"
+    medium = close(medium_at(path))
+    assert medium.write([record_of(1)], 10.0) == [DONE]
+    for name in ("pool", "temp", "chunks"):
+        os.rename(path / name, tmp_path / f"old-{name}")
+    until(lambda: _writes(medium))
+    assert medium.stats(10.0).used_bytes is not None
+
+
+def test_a_pool_is_not_made_where_it_cannot_be_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine came up without its mount. What is made now would fill the system's drive."""
+    empty = tmp_path / "mnt"
+    empty.mkdir()
+    with pytest.raises(ConfigError, match="is it mounted"):
+        medium_at(empty / "pool", "1000000TiB")
+    assert list(empty.iterdir()) == []
+    real = os.stat
+    root = real("/")
+
+    def same(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        return root if str(path) == str(empty) else real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", same)
+    with pytest.raises(ConfigError, match="is the file system mounted"):
+        medium_at(empty)
+    assert list(empty.iterdir()) == []
+
+
+def test_a_pool_that_another_makes_just_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not there a moment ago, and is no empty directory of somebody else's."""
+    real = os.path.lexists
+    asked: list[str] = []
+
+    def lexists(path: Any) -> bool:
+        found = real(path)
+        asked.append(str(path))
+        if len(asked) == 1:
+            PoolFiles(tmp_path / "pool").make(MIB)
+        return found
+
+    monkeypatch.setattr(os.path, "lexists", lexists)
+    PoolFiles(tmp_path / "pool").make(MIB)
+    assert len(PoolFiles(tmp_path / "pool").pool_id()) == 32
+    assert os.listdir(tmp_path) == ["pool"]
+
+
+def test_a_pool_at_the_top_of_a_file_system(drive: Path, close: Close) -> None:
+    """What a file system puts there by itself is nobody's."""
+    (drive / "lost+found").mkdir()
+    medium = close(medium_at(drive, "4MiB"))
+    assert medium.write([record_of(1)], 10.0) == [DONE]
+    close(medium_at(drive, "4MiB"))
+
+
+@pytest.mark.parametrize("name", ["chunks", "temp", "pool", "pool/members", "pool/sweeps"])
+def test_a_link_in_the_place_of_a_folder_is_refused(tmp_path: Path, name: str) -> None:
+    medium_at(tmp_path / "pool").close()
+    (tmp_path / "pool" / name).rename(tmp_path / "elsewhere")
+    (tmp_path / "pool" / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="a link"):
+        medium_at(tmp_path / "pool")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "pool": "../x"}'])
+def test_a_damaged_marker(tmp_path: Path, text: str) -> None:
+    medium_at(tmp_path / "pool").close()
+    (tmp_path / "pool/stepwell-pool.json").write_text(text)
+    with pytest.raises(ConfigError, match="damaged"):
+        medium_at(tmp_path / "pool")
+
+
+def test_a_record_below_a_link_is_neither_written_nor_removed(tmp_path: Path, close: Close) -> None:
+    medium = close(medium_at(tmp_path / "pool"))
+    assert medium.write([record_of(1)], 10.0) == [DONE]
+    (found,) = (path for path in (tmp_path / "pool/chunks").rglob("*") if path.is_file())
+    outside = tmp_path / "outside"
+    found.parent.rename(outside)
+    found.parent.symlink_to(outside)
+    before = {path.name for path in outside.iterdir()}
+    medium.remove([key_of(1)], 10.0)
+    assert medium.erase(root_of(key_of(1))) == 0
+    (outside / found.name).rename(outside / "other")
+    assert medium.write([record_of(1)], 10.0)[0].outcome is Outcome.FAILED
+    assert {path.name for path in outside.iterdir()} == {"other"}
+    assert len(before) == 1
+
+
+# Hanging.
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[FsSite]:
+    site = FsSite(tmp_path)
+    try:
+        site.start()
+        yield site
+    finally:
+        site.close()
+
+
+def test_opening_on_a_file_system_that_hangs(site: FsSite, close: Close) -> None:
+    """It is given up in time, and done once the file system is back."""
+    close(open_medium(MediumUrl.parse(site.url), 10.0)).check()
+    site.pause()
+    medium = open_medium(MediumUrl.parse(site.url), 0.5)
+    began_s = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(TierError, match="does not answer"):
+            medium.check()
+    assert time.monotonic() - began_s < 10.0
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("stepwell-pool-open") == 1, "one waits for all"
+    site.resume()
+    until(lambda: _writes(medium))
+    medium.close()
+
+
+def test_one_that_was_away_at_the_start_is_never_made_later(
+    site: FsSite, tmp_path: Path, close: Close
+) -> None:
+    """What is below the mount is no place for it; and the pool is used once it is there."""
+    close(open_medium(MediumUrl.parse(site.url), 10.0)).check()
+    site.kill()
+    medium = close(open_medium(MediumUrl.parse(site.url), 10.0))
+    with pytest.raises(TierError, match="the directory fails"):
+        medium.check()
+    unmount(tmp_path / "mounted")
+    for _ in range(3):
+        with pytest.raises(TierError):
+            medium.write([record_of(1)], 1.0)
+    assert list((tmp_path / "mounted").iterdir()) == []
+    site.start()
+    until(lambda: _writes(medium))
+
+
+def test_closing_on_a_file_system_that_hangs(site: FsSite, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_CLOSE_WAIT_S", 0.5)
+    medium = open_medium(MediumUrl.parse(site.url), 10.0)
+    medium.check()
+    site.pause()
+    time.sleep(1.5)  # it is in the middle of something
+    began_s = time.monotonic()
+    medium.close()
+    assert time.monotonic() - began_s < 10.0
+    site.resume()
+    until(lambda: "stepwell-pool" not in [thread.name for thread in threading.enumerate()])
+
+
+def test_closed_while_it_is_being_opened(site: FsSite) -> None:
+    medium = open_medium(MediumUrl.parse(site.url), 0.3)
+    site.pause()
+    with pytest.raises(TierError):
+        medium.check()
+    medium.close()
+    site.resume()
+    until(lambda: not [t for t in threading.enumerate() if t.name.startswith("stepwell-pool")])
+
+
+# Clients that cache.
+
+
+def test_two_hosts_that_believe_what_they_saw_a_second_ago(tmp_path: Path) -> None:
+    """As clients of network file systems do, each with a cache of its own."""
+    sites = [FsSite(tmp_path, name, cached_s=1.0) for name in ("one", "other")]
+    behind = tmp_path / "behind/pool"
+    hosts = []
+    try:
+        for site, name in zip(sites, ("one", "other"), strict=True):
+            site.start()
+            hosts.append(Members(tmp_path / name / "pool", "16MiB", 5.0))
+        first = hosts[0].start("write")
+        until(lambda: PoolFiles(behind).highest_epoch() == 1)
+        others = [host.start("write") for host in hosts]
+        readers = [host.start("read") for host in hosts]
+        seen = []
+
+        def watch(seconds: float) -> None:
+            ends_s = time.monotonic() + seconds
+            while time.monotonic() < ends_s:
+                seen.append(bytes_in(behind))
+                time.sleep(0.02)
+
+        watch(4.0)
+        assert PoolFiles(behind).highest_epoch() == 1
+        first.kill()
+        until(lambda: PoolFiles(behind).highest_epoch() == 2)
+        watch(4.0)
+        assert PoolFiles(behind).highest_epoch() == 2, "nobody else was taken for dead"
+        assert max(seen) <= 16 * MIB + 5 * 4 * 260 * KIB
+        wrote = [hosts[idx].end(process)["written"] for idx, process in enumerate(others)]
+        read = [hosts[idx].end(process) for idx, process in enumerate(readers)]
+        print(f"with caches: {wrote} written, {[each['read'] for each in read]} read, "
+              f"at most {max(seen) / MIB:.1f} MiB of 16")  # fmt: skip
+        assert min(wrote) > 10
+        assert [(each["wrong"], each["bad"]) for each in read] == [(0, [])] * 2
+    finally:
+        for host in hosts:
+            host.close()
+        for site in sites:
+            site.close()
+
+
+# Members.
+
+
+def test_threads_end_with_the_medium(tmp_path: Path) -> None:
+    before = threading.active_count()
+    mediums = [medium_at(tmp_path / "pool") for _ in range(3)]
+    assert threading.active_count() >= before + 3
+    for medium in mediums:
+        medium.close()
+    until(lambda: threading.active_count() <= before)
+    assert os.listdir(tmp_path / "pool/pool/members") == []
+    assert not [n for n in os.listdir(tmp_path / "pool/pool/sweeps") if n.startswith("next")]
+
+
+def test_a_thread_goes_on_whatever_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pool whose sweeper had ended silently would be full for ever."""
+    monkeypatch.setattr(sweep, "LEASE_S", 1.0)
+    real = Sweeper.step
+    calls = []
+
+    def step(self: Sweeper, *args: Any, **kwargs: Any) -> bool:
+        calls.append(self.epoch)
+        if len(calls) in (2, 3):
+            raise RuntimeError("never thought of")
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Sweeper, "step", step)
+    medium = medium_at(tmp_path / "pool")
+    with caplog.at_level(logging.WARNING):
+        until(lambda: len(set(calls)) >= 3 and _writes(medium))
+    medium.close()
+    assert "never thought of" in caplog.text
+
+
+def test_who_has_not_heard_for_long_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close: Close
+) -> None:
+    """It may have been taken for gone, and what it was granted is another's."""
+    medium = close(medium_at(tmp_path / "pool"))
+    assert medium.write([record_of(1)], 10.0) == [DONE]
+    real = time.clock_gettime
+
+    def later(clock: int) -> float:
+        return real(clock) + sweep.GONE_AFTER_S / 2
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PoolFiles, "read_books", lambda *_: None)
+        patch.setattr(time, "clock_gettime", later)
+        assert medium.write([record_of(2)], 0.3) == [NO_ROOM]
+    assert _writes(medium)
+
+
+def test_a_member_that_sleeps_until_it_is_taken_for_gone(tmp_path: Path) -> None:
+    """It wakes up with a grant that it has not used, and others have had the room since."""
+    members = Members(tmp_path / "pool", "8MiB", 1.0, gone_s=3.0)
+    try:
+        members.start("write")
+        until(lambda: PoolFiles(members.path).highest_epoch() == 1)
+        sleeper = members.start("write")
+        sleeper_id = str(sleeper.pid)
+        until(lambda: any(sleeper_id in name for name in PoolFiles(members.path).read_members()))
+        time.sleep(1.0)
+        sleeper.send_signal(signal.SIGSTOP)
+        folder = Path(PoolFiles(members.path).members)
+        until(lambda: not [name for name in os.listdir(folder) if sleeper_id in name])
+        sleeper.send_signal(signal.SIGCONT)
+        seen = []
+        ends_s = time.monotonic() + 4.0
+        while time.monotonic() < ends_s:
+            seen.append(bytes_in(members.path))
+        assert max(seen) <= 8 * MIB + 2 * 4 * 260 * KIB
+        assert members.end(sleeper)["written"] > 0, "it is a member again"
+    finally:
+        members.close()
+
+
+def test_what_others_take_for_the_capacity_is_said(
+    tmp_path: Path, close: Close, caplog: pytest.LogCaptureFixture
+) -> None:
+    close(medium_at(tmp_path / "pool", "8MiB"))
+    until(lambda: PoolFiles(tmp_path / "pool").highest_epoch() == 1)
+    with caplog.at_level(logging.WARNING):
+        close(medium_at(tmp_path / "pool", "16MiB"))
+        until(lambda: "another capacity" in caplog.text)
+
+
+def test_a_host_whose_clock_is_set_while_it_sweeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close: Close
+) -> None:
+    """Nobody is taken for gone, and nothing is taken for old."""
+    medium = close(medium_at(tmp_path / "pool", ttl="1h"))
+    other = close(medium_at(tmp_path / "pool", ttl="1h"))
+    assert medium.write([record_of(1)], 10.0) == [DONE]
+    real = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: real() + 10 * 3600 * 10**9)
+    monkeypatch.setattr(sweep, "_COUNT_EVERY_S", 0.0)
+    time.sleep(3.0)
+    assert other.exist([key_of(1)], 10.0) == [True]
+    assert len(PoolFiles(tmp_path / "pool").read_members()) == 2
+    medium.touch([key_of(1)], 10.0)
+    (found,) = (path for path in (tmp_path / "pool/chunks").rglob("*") if path.is_file())
+    assert abs(found.stat().st_atime_ns - real()) < 60e9
+
+
+# Records.
+
+
+def test_a_link_that_was_made_before_it_was_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close: Close
+) -> None:
+    """NFS: the answer was lost, and the second time the server says that there is one."""
+    medium = close(medium_at(tmp_path / "pool"))
+    real = os.link
+
+    def twice(*args: Any) -> None:
+        real(*args)
+        real(*args)
+
+    monkeypatch.setattr(os, "link", twice)
+    assert medium.write([record_of(1)], 10.0) == [DONE]
+    assert medium.write([record_of(1)], 10.0) == [ALREADY_THERE]
+
+
+def test_a_record_of_another_user_is_not_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close: Close
+) -> None:
+    """Only its owner may set a file's times; that is no fault of the storage."""
+    medium = close(medium_at(tmp_path / "pool"))
+    assert medium.write([record_of(1)], 10.0) == [DONE]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "utime", refuse)
+        medium.touch([key_of(1)], 10.0)
+
+
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "a link": lambda path: path.symlink_to("/dev/zero"),
+    "a pipe": os.mkfifo,
+    "a folder": lambda path: path.mkdir(),
+}
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_what_is_no_file_in_the_place_of_a_record(tmp_path: Path, kind: str) -> None:
+    medium = medium_at(tmp_path / "pool")
+    driver = Driver(SharedTier(medium, TierContext(), name="fs"))
+    key = key_of(1)
+    driver.write([key])
+    (found,) = (tmp_path / "pool/chunks").rglob(name_of(key)[1])
+    found.unlink()
+    NO_FILES[kind](found)
+    result, _ = driver.read([key])
+    assert result.results == (ChunkResult(Outcome.MISS, Reason.NOT_A_FILE),)
+    assert medium.exist([key], 10.0) == [False]
+    assert os.path.lexists(found) == (kind == "a folder")
+    if kind != "a folder":
+        driver.write([key])
+        assert driver.read([key])[0].done
+    driver.tier.close()
+
+
+def test_erasing_while_others_write(tmp_path: Path, close: Close) -> None:
+    """Folders vanish under the writers, who make them again; nothing fails."""
+    medium = close(medium_at(tmp_path / "pool", "64MiB"))
+    other = close(medium_at(tmp_path / "pool", "64MiB"))
+    results: list[ChunkResult] = []
+    stop = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not stop.is_set():
+            results.extend(other.write([record_of(number, 4096)], 10.0))
+            number += 1
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        erased = sum(medium.erase(root_of(key_of(0))) for _ in range(8))
+        until(lambda: len(results) > 50)
+        erased += sum(medium.erase(root_of(key_of(0))) for _ in range(8))
+    finally:
+        stop.set()
+        thread.join()
+    assert erased > 10
+    assert {result.outcome for result in results} == {Outcome.DONE}
+
+
+def test_erasing_what_cannot_be_removed_is_said(tmp_path: Path, close: Close) -> None:
+    medium = close(medium_at(tmp_path / "pool"))
+    assert medium.write([record_of(1)], 10.0) == [DONE]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        with pytest.raises(TierError, match="erase failed"):
+            medium.erase(root_of(key_of(1)))
