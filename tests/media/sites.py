@@ -1,8 +1,9 @@
 """Kinds of storage as tests see them: a server that can be hurt in every way, and its URL."""
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +17,9 @@ from stepwell.tiers.media.object_stores import open_store
 from stepwell.tiers.media.records import name_of
 from stepwell.tiers.media.urls import MediumUrl
 
+from .mooncake_pool import Pool, change
 from .mounts import own_namespace, unmount
+from .namespace import own_network
 from .object_servers import KEY_ID, SECRET, moto
 from .servers import Server, free_port, redis_server
 
@@ -173,4 +176,65 @@ class S3Site:
         self._env.undo()
 
 
-SITES: dict[str, Callable[[Path], Site]] = {"fs": FsSite, "redis": RedisSite, "s3": S3Site}
+class MooncakeSite:
+    """A master and its nodes, all of them hurt alike; what they keep is gone when they end.
+
+    Args:
+        folder: for logs.
+        nodes, node_bytes: of its memory.
+        ttl_s: for how long a node may be silent until what it keeps is given up.
+        parameters: of the URL.
+        options: of the master.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int = 1,
+        node_bytes: int = 256 << 20,
+        ttl_s: int = 60,
+        parameters: str = "",
+        options: Sequence[str] = (),
+    ) -> None:
+        self.pool = Pool(folder, nodes, node_bytes, [f"--client_ttl={ttl_s}", *options])
+        self.url = self.pool.url + parameters
+        self._network = contextlib.ExitStack()
+        self._network.enter_context(own_network())
+
+    def start(self) -> None:
+        self.pool.start()
+
+    def start_empty(self) -> None:
+        self.pool.start()
+
+    def kill(self) -> None:
+        self.pool.kill()
+
+    def pause(self) -> None:
+        for server in self.pool.servers:
+            server.pause()
+
+    def resume(self) -> None:
+        for server in self.pool.servers:
+            server.resume()
+
+    def change(self, key: Key, how: Callable[[bytes], bytes]) -> None:
+        client = self.pool.client()
+        try:
+            change(client, key, how)
+        finally:
+            client.close()
+
+    def close(self) -> None:
+        try:
+            self.pool.kill()
+        finally:
+            self._network.close()
+
+
+SITES: dict[str, Callable[[Path], Site]] = {
+    "fs": FsSite,
+    "mooncake": MooncakeSite,
+    "redis": RedisSite,
+    "s3": S3Site,
+}

@@ -102,6 +102,16 @@ KINDS: tuple[Kind, ...] = (
         "obstore",
         "s3",
     ),
+    Kind(
+        "mooncake",
+        ("mooncake",),
+        "mooncake://master:50051",
+        "Mooncake Store: memory of its nodes, over TCP or RDMA",
+        Promises(durable=False, shared=True, expires=False, evicts="server"),
+        "stepwell.tiers.media.mooncake",
+        "mooncake",
+        "mooncake",
+    ),
 )
 
 
