@@ -135,7 +135,7 @@ def inspect_url(url: MediumUrl) -> PoolReport | MediumReport:
             cannot be read.
     """
     kind = kind_of(url)
-    if kind.name == "fs":
+    if kind.name in ("fs", "nixl", "3fs"):
         return inspect_pool(path_of(url))
     medium = open_medium(url, _WITHIN_S)
     try:

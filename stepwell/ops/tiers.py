@@ -17,6 +17,7 @@ def tiers_json() -> dict[str, object]:
             "words": kind.words,
             "installed": kind.installed,
             "extra": kind.extra or None,
+            "way": kind.way or None,
             **asdict(kind.promises),
         }
         for kind in KINDS
@@ -37,7 +38,9 @@ def _paragraph(kind: Kind) -> str:
         "expires": "by itself" if promises.expires else "when it is read",
         "evicts": promises.evicts,
     }
-    ready = "ready" if kind.installed else f"not installed: pip install 'stepwell[{kind.extra}]'"
+    ready = ", ".join(filter(None, ("ready", kind.way)))
+    if not kind.installed:
+        ready = f"not installed: pip install 'stepwell[{kind.extra}]'"
     return "\n".join(
         [
             f"{', '.join(f'{scheme}://' for scheme in kind.schemes)}  ({ready})",

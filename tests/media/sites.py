@@ -1,6 +1,7 @@
 """Kinds of storage as tests see them: a server that can be hurt in every way, and its URL."""
 
 import contextlib
+import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -140,6 +141,14 @@ class FsSite:
         unmount(self._mounted)
 
 
+class NixlSite(FsSite):
+    """The same by NIXL."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.url = "nixl+posix" + self.url.removeprefix("fs")
+
+
 class S3Site:
     """S3 as moto plays it, which keeps nothing when it ends."""
 
@@ -174,6 +183,19 @@ class S3Site:
     def close(self) -> None:
         self._objects.server.kill()
         self._env.undo()
+
+
+class NixlObjectsSite(S3Site):
+    """The same by NIXL."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._direct = self.url
+        self.url = "nixl+obj" + self.url.removeprefix("s3")
+
+    def change(self, key: Key, change: Callable[[bytes], bytes]) -> None:
+        store, name = open_store(MediumUrl.parse(self._direct), 30.0), "/".join(name_of(key))
+        obstore.put(store, name, change(bytes(obstore.get(store, name).bytes())))
 
 
 class MooncakeSite:
@@ -238,3 +260,5 @@ SITES: dict[str, Callable[[Path], Site]] = {
     "redis": RedisSite,
     "s3": S3Site,
 }
+if importlib.util.find_spec("nixl_cu12") is not None:
+    SITES |= {"nixl+posix": NixlSite, "nixl+obj": NixlObjectsSite}

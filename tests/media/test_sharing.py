@@ -12,6 +12,8 @@ from stepwell.core.types import Chunk, JobResult, Lookup
 from stepwell.settings import Settings
 from stepwell.store import Store
 from stepwell.testing import buffer_of, payload_of
+from stepwell.tiers.media.kinds import kind_of
+from stepwell.tiers.media.urls import MediumUrl
 
 from .sites import SITES, Site
 
@@ -71,19 +73,19 @@ class Engine:
 
 
 @pytest.fixture(params=SITES)
-def kind(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
-@pytest.fixture
-def site(kind: str, tmp_path: Path) -> Iterator[Site]:
-    site = SITES[kind](tmp_path)
+def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
+    site = SITES[request.param](tmp_path)
     try:
         site.start_empty()
         yield site
     finally:
         site.close()
+
+
+@pytest.fixture
+def kind(site: Site) -> str:
+    """The name of the tier."""
+    return kind_of(MediumUrl.parse(site.url)).name
 
 
 def test_what_one_wrote_the_other_reads_at_once(kind: str, site: Site) -> None:

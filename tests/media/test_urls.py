@@ -28,6 +28,8 @@ def refusal(text: str) -> str:
                                                parameters={"x": "1", "y": "a&b"})),
         ("fs:///mnt/pool?z=", MediumUrl("fs", path="/mnt/pool", parameters={"z": ""})),
         ("nixl+posix:///p", MediumUrl("nixl+posix", path="/p")),
+        ("3fs:///3fs/p", MediumUrl("3fs", path="/3fs/p")),
+        ("3FS://h:1/p", MediumUrl("3fs", host="h", port=1, path="/p")),
     ],
 )  # fmt: skip
 def test_parts(text: str, url: MediumUrl) -> None:
@@ -54,6 +56,8 @@ def test_a_password_may_stand_in_the_environment(monkeypatch: pytest.MonkeyPatch
         ("/mnt/pool", "named by a URL"),
         ("redis:host", "named by a URL"),
         ("://host", "named by a URL"),
+        ("a b://host", "named by a URL"),
+        ("+x://host", "named by a URL"),
         ("redis://h:x", "no valid URL"),
         ("redis://h:70000", "no valid URL"),
         ("redis://[::1", "no valid URL"),

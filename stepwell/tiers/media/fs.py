@@ -24,22 +24,24 @@ from stepwell.core.record import record_bytes
 from stepwell.core.types import ChunkResult, Outcome, Reason
 from stepwell.errors import ConfigError, TierError
 from stepwell.settings import parse_duration, parse_size
-from stepwell.tiers.blockio import probe_direct, read_run, write_run
 from stepwell.tiers.media.base import Page, Record, Stats, Wanted
 from stepwell.tiers.media.books import GONE
 from stepwell.tiers.media.census import folders, prune, records
+from stepwell.tiers.media.movers import Mover, SystemCalls
 from stepwell.tiers.media.pool import Pool
 from stepwell.tiers.media.poolfiles import PoolFiles
-from stepwell.tiers.media.records import ABSENT, TRUNCATED, name_of, root_name
+from stepwell.tiers.media.records import name_of, root_name
 from stepwell.tiers.media.sweep import PoolLimits
 from stepwell.tiers.media.urls import MediumUrl
-from stepwell.tiers.outcomes import ALREADY_THERE, DONE, NO_ROOM, read_failure, write_refusal
+from stepwell.tiers.outcomes import ALREADY_THERE, DONE, NO_ROOM, write_refusal
 
-__all__ = ["FsMedium", "open_medium", "path_of"]
+__all__ = ["PARAMETERS", "FsMedium", "limits_of", "open_medium", "path_of"]
 
 T = TypeVar("T")
 
-_PARAMETERS = ("capacity", "min_free", "ttl")
+PARAMETERS = ("capacity", "min_free", "ttl")
+"""Of the URL of a directory."""
+
 # What the system says of a file system that is away, rather than of a path that is wrong.
 _AWAY = frozenset(
     {
@@ -49,10 +51,8 @@ _AWAY = frozenset(
 )  # fmt: skip
 # What a file system without hard links says.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
-_NOT_A_FILE = ChunkResult(Outcome.MISS, Reason.NOT_A_FILE)
 _NO_SPACE = ChunkResult(Outcome.FULL, Reason.NO_SPACE)
 _MAKE_TRIES = 4
-_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def path_of(url: MediumUrl) -> Path:
@@ -62,7 +62,7 @@ def path_of(url: MediumUrl) -> Path:
         ConfigError: none.
     """
     if url.host or not url.path.strip("/"):
-        raise ConfigError(f"write fs:///mnt/pool, with three slashes: url={url.shown}")
+        raise ConfigError(f"write {url.scheme}:///mnt/pool, with three slashes: url={url.shown}")
     return Path(os.path.normpath("/" + url.path.lstrip("/")))
 
 
@@ -81,19 +81,27 @@ def open_medium(url: MediumUrl, timeout_s: float) -> "FsMedium":
     Raises:
         ConfigError: the URL is wrong.
     """
-    url.check_parameters(_PARAMETERS)
-    path = path_of(url)
+    url.check_parameters(PARAMETERS)
+    return FsMedium(path_of(url), limits_of(url), timeout_s)
+
+
+def limits_of(url: MediumUrl) -> PoolLimits:
+    """What a URL says is kept in its directory; see `open_medium`.
+
+    Raises:
+        ConfigError: something else, or nothing.
+    """
     if "capacity" not in url.parameters:
         raise ConfigError(
-            f"what the engines together may take is needed: fs://{url.path}?capacity=10TiB"
+            f"what the engines together may take is needed: "
+            f"{url.scheme}://{url.path}?capacity=10TiB"
         )
     ttl = url.parameters.get("ttl")
-    limits = PoolLimits(
+    return PoolLimits(
         parse_size(url.parameters["capacity"], "capacity"),
         parse_size(url.parameters.get("min_free", "1GiB"), "min_free"),
         parse_duration(ttl, "ttl", most_s=365 * 86400.0) if ttl else 0.0,
     )
-    return FsMedium(path, limits, timeout_s)
 
 
 class _Opening(threading.Thread):
@@ -123,15 +131,22 @@ class FsMedium:
         path: absolute; its parent must exist.
         limits: of all that use it together.
         timeout_s: how long opening may take.
+        mover: of the records' bytes; its own from now on. By system calls if None.
     """
 
-    def __init__(self, path: Path, limits: PoolLimits, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        limits: PoolLimits,
+        timeout_s: float = 10.0,
+        mover: Mover | None = None,
+    ) -> None:
         self.path = path
         self._limits = limits
         self._timeout_s = timeout_s
         self._files = PoolFiles(path)
         self._numbers = itertools.count()
-        self._direct = False
+        self._mover: Mover = SystemCalls() if mover is None else mover
         self._lock = threading.Lock()
         self._opening: _Opening | None = None
         self._pool: Pool | None = None
@@ -180,12 +195,12 @@ class FsMedium:
             self._files.make(self._limits.capacity_bytes)
         self._files.pool_id()
         self._files.make_folders()
-        direct = probe_direct(self._files.temp)
+        self._mover.check(self._files.temp)
         pool = Pool(self._files, self._limits)
         with self._lock:
             closed = self._closed
             if not closed:
-                self._direct, self._pool = direct, pool
+                self._pool = pool
         if closed:
             pool.close()
 
@@ -203,63 +218,55 @@ class FsMedium:
 
     def read(self, wanted: Sequence[Wanted], within_s: float) -> list[Page | ChunkResult]:
         """See `stepwell.tiers.media.base.Medium.read`."""
-        paths = self._in_time((self._path(each.key) for each in wanted), within_s)
-        return [self._read(path, each.payload) for path, each in zip(paths, wanted, strict=True)]
-
-    def _read(self, path: str, payload: memoryview) -> Page | ChunkResult:
-        try:
-            fd = os.open(path, _READ_FLAGS | (os.O_DIRECT if self._direct else 0))
-            try:
-                (page,) = read_run(fd, 0, [payload])
-                # The page is the next read's as well.
-                return TRUNCATED if page is None else bytes(page)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            return ABSENT if error.errno in GONE else self._unread(path, error)
-
-    def _unread(self, path: str, error: OSError) -> ChunkResult:
-        """Why a record cannot be read: it is a link, a pipe, a directory, or the medium failed."""
-        with contextlib.suppress(OSError):
-            if not stat.S_ISREG(os.lstat(path).st_mode):
-                return _NOT_A_FILE
-        return read_failure(error)
+        paths = [self._path(each.key) for each in wanted]
+        return self._mover.read(paths, [each.payload for each in wanted], within_s)
 
     def write(self, records: Sequence[Record], within_s: float) -> list[ChunkResult]:
         """See `stepwell.tiers.media.base.Medium.write`."""
         give_up_s = time.monotonic() + within_s
-        results = []
-        for record in self._in_time(records, within_s):
-            pool = self._ready(give_up_s - time.monotonic())
-            size_bytes = record_bytes(len(record.payload))
-            if not pool.reserve(size_bytes, give_up_s - time.monotonic()):
-                if pool.trouble:
+        pool = self._ready(within_s)
+        results = [NO_ROOM] * len(records)
+        reserved: dict[int, int] = {}  # index -> bytes
+        try:
+            for idx, record in enumerate(self._in_time(records, within_s)):
+                size_bytes = record_bytes(len(record.payload))
+                # Behind one that was refused nobody waits: what has room is to be written yet.
+                left_s = give_up_s - time.monotonic() if len(reserved) == idx else 0.0
+                if pool.reserve(size_bytes, left_s):
+                    reserved[idx] = size_bytes
+                elif pool.trouble:
                     raise TierError(f"the pool fails: path={self.path} error={pool.trouble}")
-                results.append(NO_ROOM)
-                continue
-            result = read_failure(OSError())
-            try:
-                result = self._write(record, pool.member_id)
-            finally:
+            if reserved:
+                self._write(records, list(reserved), results, give_up_s)
+        finally:
+            for idx, size_bytes in reserved.items():
+                result = results[idx]
                 pool.settle(size_bytes, written=result == DONE, refused=result == _NO_SPACE)
-            results.append(result)
         return results
 
-    def _write(self, record: Record, member_id: str) -> ChunkResult:
-        temp = f"{self._files.temp}/{member_id}-{next(self._numbers)}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    def _write(
+        self,
+        records: Sequence[Record],
+        idxs: Sequence[int],
+        results: list[ChunkResult],
+        give_up_s: float,
+    ) -> None:
+        """Write some of the records, and put what became of each in its place."""
+        before = f"{self._files.temp}/{self._ready(0.0).member_id}"
+        temps = [f"{before}-{next(self._numbers)}" for _ in idxs]
+        some = [records[idx] for idx in idxs]
+        written = self._mover.write(temps, some, give_up_s - time.monotonic())
         try:
-            fd = os.open(temp, flags | (os.O_DIRECT if self._direct else 0), 0o644)
-            try:
-                write_run(fd, 0, [record.header], [record.payload])
-            finally:
-                os.close(fd)  # on NFS it is here that a full file system may be told
-            return self._publish(temp, self._path(record.key))
-        except OSError as error:
-            return write_refusal(error)
+            for idx, temp, result in zip(idxs, temps, written, strict=True):
+                path = self._path(records[idx].key)
+                try:
+                    results[idx] = self._publish(temp, path) if result == DONE else result
+                except OSError as error:
+                    results[idx] = write_refusal(error)
         finally:
-            with contextlib.suppress(OSError):
-                os.unlink(temp)
+            for temp in temps:
+                with contextlib.suppress(OSError):
+                    os.unlink(temp)
 
     def _publish(self, temp: str, path: str) -> ChunkResult:
         """Give a whole record its name, unless there is one of that name."""
@@ -375,6 +382,7 @@ class FsMedium:
             pool = self._pool
         if pool is not None:
             pool.close()
+        self._mover.close()
 
     def _ready(self, within_s: float) -> Pool:
         if self._pool is not None:

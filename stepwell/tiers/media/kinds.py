@@ -25,8 +25,10 @@ class Kind:
         promises: see there.
         module: where its ``open_medium(url, timeout_s)`` is; "" for the disk tier, which is no
             medium.
-        needs: the package that it imports; "" if none.
+        needs: the package that it imports; "" if none. Of several, with " or " between them, one.
         extra: what to install for that.
+        ways: how it may move bytes, each with the package that this takes: the first that can be
+            imported is used.
     """
 
     name: str
@@ -37,12 +39,25 @@ class Kind:
     module: str = ""
     needs: str = ""
     extra: str = ""
+    ways: tuple[tuple[str, str], ...] = ()
 
     @property
     def installed(self) -> bool:
         """Whether what it needs can be imported."""
-        return not self.needs or importlib.util.find_spec(self.needs) is not None
+        return not self.needs or any(map(_is_there, self.needs.split(" or ")))
 
+    @property
+    def way(self) -> str:
+        """How it moves bytes here; "" where there is but one way."""
+        return next((words for needs, words in self.ways if not needs or _is_there(needs)), "")
+
+
+def _is_there(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+# The package has another name for each version of CUDA.
+_NIXL = "nixl_cu12 or nixl_cu13 or nixl"
 
 _OBJECTS = "stepwell.tiers.media.objects"
 
@@ -112,6 +127,35 @@ KINDS: tuple[Kind, ...] = (
         "mooncake",
         "mooncake",
     ),
+    Kind(
+        "nixl",
+        ("nixl+posix", "nixl+*"),
+        "nixl+posix:///mnt/pool?capacity=10TiB",
+        "a directory as with fs://, its bytes moved by NIXL; * is another plugin for files",
+        Promises(durable=True, shared=True, expires=True, evicts="stepwell"),
+        "stepwell.tiers.media.nixl",
+        _NIXL,
+        "nixl",
+    ),
+    Kind(
+        "nixl-obj",
+        ("nixl+obj",),
+        "nixl+obj://bucket/prefix?region=eu-central-1",
+        "a bucket as with s3://, its bytes moved by NIXL",
+        Promises(durable=True, shared=True, expires=False, evicts="nobody"),
+        "stepwell.tiers.media.nixl",
+        _NIXL,
+        "nixl",
+    ),
+    Kind(
+        "3fs",
+        ("3fs",),
+        "3fs:///3fs/stage/pool?capacity=10TiB",
+        "a directory as with fs://, on 3FS: by USRBIO where hf3fs_fuse is installed, else by FUSE",
+        Promises(durable=True, shared=True, expires=True, evicts="stepwell"),
+        "stepwell.tiers.media.threefs",
+        ways=(("hf3fs_fuse", "by USRBIO"), ("", "by FUSE")),
+    ),
 )
 
 
@@ -122,7 +166,8 @@ def kind_of(url: MediumUrl) -> Kind:
         ConfigError: none does.
     """
     by_scheme = {scheme: kind for kind in KINDS for scheme in kind.schemes}
-    kind = by_scheme.get(url.scheme)
+    family, plus, _ = url.scheme.partition("+")
+    kind = by_scheme.get(url.scheme) or by_scheme.get(f"{family}{plus}*")
     if kind is None:
         known = list(by_scheme)
         near = difflib.get_close_matches(url.scheme, known, n=1)

@@ -13,6 +13,7 @@ from stepwell.settings import without_password
 __all__ = ["MediumUrl"]
 
 _FROM_ENVIRONMENT = re.compile(r"\$\{(\w+)\}")
+_SCHEME = re.compile(r"[A-Za-z0-9][A-Za-z0-9+.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,10 @@ class MediumUrl:
             ConfigError: it is none, or a parameter is given twice.
         """
         shown = without_password(text)
+        scheme, separator, rest = text.partition("://")
         try:
-            parts = urlsplit(text)
+            # Apart from the scheme, which for urlsplit must not begin with a digit.
+            parts = urlsplit(f"//{rest}")
             port = parts.port
         except ValueError as error:
             # Its words may quote what it took for a port, and was a password.
@@ -52,7 +55,7 @@ class MediumUrl:
                 f"this is no valid URL; in user and password / is written %2F, : %3A, @ %40, ? %3F "
                 f"and # %23: url={shown!r}"
             ) from error
-        if not parts.scheme or "://" not in text:
+        if not separator or _SCHEME.fullmatch(scheme) is None:
             raise ConfigError(
                 "a storage is named by a URL such as redis://127.0.0.1:6379; "
                 f"`stepwell tiers` lists the kinds: url={shown!r}"
@@ -70,7 +73,7 @@ class MediumUrl:
             twice = next(name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1)
             raise ConfigError(f"a parameter is given twice: url={shown!r} {twice}=...")
         return cls(
-            parts.scheme.lower(),
+            scheme.lower(),
             unquote(parts.username or ""),
             unquote(parts.password or ""),
             parts.hostname or "",
