@@ -117,8 +117,8 @@ def parse_path(value: object) -> Path:
     if "://" in value:
         try:
             url = urlsplit(value)
-        except ValueError as error:
-            raise ConfigError(f"path is no valid URL: path={shown!r}") from error
+        except ValueError:  # its words may have a password in them
+            raise ConfigError(f"path is no valid URL: path={shown!r}") from None
         if url.scheme != "file":
             raise ConfigError(
                 f'a path is a local directory, "/dir" or "file:///dir"; storage of another kind '

@@ -243,6 +243,7 @@ class _Demo:
             max_num_seqs=_MAX_NUM_SEQS,
             threads=_THREADS,
             port=options.port,
+            extra_env={} if store is None else store.env,
         )
         with Server(config) as server:
             self._progress.step()
@@ -307,7 +308,7 @@ class _Demo:
 
     def _shared_config(self, shared: SharedStore) -> dict[str, object]:
         return kv_transfer_config(
-            url=self._options.url, primary=self._primary, cpu=True, settings=shared.settings
+            url=shared.url, primary=self._primary, cpu=True, settings=shared.settings
         )
 
     @property

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from stepwell.bench import storefiles
 from stepwell.bench.prometheus import parse_metrics, total
-from stepwell.errors import TierError
+from stepwell.core.identity import Identity
+from stepwell.errors import StepwellError, TierError
 from stepwell.tiers.media.kinds import kind_of, open_medium
 from stepwell.tiers.media.roots import described_roots, erase_root
 from stepwell.tiers.media.urls import MediumUrl
@@ -20,6 +21,7 @@ from stepwell.tiers.media.urls import MediumUrl
 __all__ = ["FolderStore", "SharedStore", "Store"]
 
 _HOST = "127.0.0.1"
+_PASSWORD_NAME = "STEPWELL_DEMO_PASSWORD"
 _QUIET_S = 3.0  # a slow server takes a while for one chunk
 _REST_WITHIN_S = 120.0
 _POLL_S = 0.1
@@ -31,9 +33,11 @@ class Store(Protocol):
 
     Attributes:
         tier: whose tokens Stepwell accounts for; "" where it is not Stepwell's.
+        env: variables that an engine needs for it.
     """
 
     tier: str
+    env: Mapping[str, str]
 
     def rest(self) -> bool:
         """Wait until nothing is written any more; False if that takes too long."""
@@ -53,6 +57,7 @@ class FolderStore:
 
     def __init__(self, folder: Path, tier: str) -> None:
         self.tier = tier
+        self.env: Mapping[str, str] = {}
         self._folder = folder
         folder.mkdir()
 
@@ -75,12 +80,18 @@ class SharedStore:
     Args:
         url: as a person wrote it.
 
+    Attributes:
+        url: the same for an engine's configuration, without a password.
+        env: variables of the engine, for what the url lacks.
+
     Raises:
         ConfigError: it is wrong.
     """
 
     def __init__(self, url: str) -> None:
         self._url = MediumUrl.parse(url)
+        self.env: Mapping[str, str]
+        self.url, self.env = _without_password(url, self._url)
         self.tier = kind_of(self._url).name
         self._port = _free_port()
         # Stands for the weights, so that the chunks are this run's alone and can be erased.
@@ -126,23 +137,31 @@ class SharedStore:
         """Remove what was written; returns what is left and why, in words, "" for nothing."""
         try:
             with closing(open_medium(self._url, _WITHIN_S)) as medium:
-                medium.check()
                 roots = described_roots(medium)
                 if roots is None:
                     return (
                         f"{self.shown} cannot list what it holds: the demo's chunks are left to "
                         "its own eviction."
                     )
-                for root, identity in roots.items():
-                    if identity is not None and _mentions(identity.fields, self._weights_id):
-                        erase_root(medium, root)
-        except TierError as error:
+                ours = [root for root, identity in roots.items() if self._is_ours(identity)]
+                for root in ours:
+                    erase_root(medium, root)
+        except (StepwellError, OSError) as error:
             return f"The demo's chunks are left on {self.shown}: {error}"
-        return ""
+        return "" if ours else f"Nothing of the demo's was found on {self.shown}."
+
+    def _is_ours(self, identity: Identity | None) -> bool:
+        return identity is not None and identity.fields.get("weights") == self._weights_id
 
 
-def _mentions(fields: Mapping[str, object], weights_id: str) -> bool:
-    return fields.get("weights") == weights_id
+def _without_password(text: str, url: MediumUrl) -> tuple[str, dict[str, str]]:
+    """An engine's command line is seen by all users of the machine, and its log is kept."""
+    if not url.password or url.secret() != url.password:
+        return text, {}
+    scheme, _, rest = text.partition("://")
+    before, _, after = rest.rpartition("@")
+    user = before.partition(":")[0]
+    return f"{scheme}://{user}:${{{_PASSWORD_NAME}}}@{after}", {_PASSWORD_NAME: url.password}
 
 
 def _free_port() -> int:

@@ -20,9 +20,11 @@ from stepwell.settings import format_bytes
 from stepwell.tiers.files import read_regular
 from stepwell.tiers.media.base import Stats
 from stepwell.tiers.media.books import Books
-from stepwell.tiers.media.census import directories, folders, records
+from stepwell.tiers.media.census import files as files_in
+from stepwell.tiers.media.census import record_folders, records, roots
 from stepwell.tiers.media.fs import path_of
 from stepwell.tiers.media.kinds import kind_of, open_medium
+from stepwell.tiers.media.marker import read_pool_id
 from stepwell.tiers.media.poolfiles import PoolFiles
 from stepwell.tiers.media.quota import Member
 from stepwell.tiers.media.records import root_name
@@ -52,7 +54,7 @@ class PoolRoot:
     """One root's records in a pool.
 
     Attributes:
-        root: 64 hexadecimal digits, or whatever the folder is called.
+        root: 64 hexadecimal digits.
         identity: who computed them; None if the description is missing or damaged.
         num_chunks, size_bytes: of its records.
         oldest_used_s, newest_used_s: when the record that was not used for longest, and the one
@@ -73,6 +75,7 @@ class PoolReport:
 
     Attributes:
         path: absolute.
+        kind: of the URL, by name.
         pool_id: of the marker.
         now_s: when, by this host's clock, seconds since the epoch.
         free_bytes, total_bytes: of its file system, for unprivileged users.
@@ -86,6 +89,7 @@ class PoolReport:
     """
 
     path: str
+    kind: str
     pool_id: str
     now_s: float
     free_bytes: int
@@ -135,8 +139,8 @@ def inspect_url(url: MediumUrl) -> PoolReport | MediumReport:
             cannot be read.
     """
     kind = kind_of(url)
-    if kind.name in ("fs", "nixl", "3fs"):
-        return inspect_pool(path_of(url))
+    if kind.is_pool:
+        return inspect_pool(path_of(url), kind.name)
     medium = open_medium(url, _WITHIN_S)
     try:
         return MediumReport(url.shown, kind.name, medium.stats(_WITHIN_S), described_roots(medium))
@@ -144,23 +148,28 @@ def inspect_url(url: MediumUrl) -> PoolReport | MediumReport:
         medium.close()
 
 
-def inspect_pool(path: Path) -> PoolReport:
+def inspect_pool(path: Path, kind: str = "fs") -> PoolReport:
     """Look at a shared directory; memory is that of one folder of it, and a line per root.
+
+    Args:
+        path: absolute.
+        kind: by name, for the report.
 
     Raises:
         ConfigError: it is none. OSError: it cannot be read.
     """
     files = PoolFiles(path)
     try:
-        pool_id = files.pool_id()
+        pool_id = read_pool_id(path)
         epoch = files.highest_epoch()
     except FileNotFoundError as error:
         raise ConfigError(f"no pool lies there; is it mounted? path={path}") from error
     descriptions = _descriptions(files.chunks)
-    temp = [seen.size_bytes for seen in records(files.temp)]
+    temp = [seen.size_bytes for seen in files_in(files.temp)]
     status = os.statvfs(path)
     return PoolReport(
         path=str(path),
+        kind=kind,
         pool_id=pool_id,
         now_s=time.time(),
         free_bytes=status.f_bavail * status.f_frsize,
@@ -175,7 +184,7 @@ def inspect_pool(path: Path) -> PoolReport:
         },
         roots=tuple(
             _root(files.chunks, name, descriptions.get(name))
-            for name in directories(files.chunks)
+            for name in roots(files.chunks)
             if name != root_name(DESCRIPTIONS)
         ),
         num_temp=len(temp),
@@ -186,7 +195,7 @@ def inspect_pool(path: Path) -> PoolReport:
 def _descriptions(chunks: str) -> dict[str, Identity | None]:
     """By the names of roots. A pool that is in use is read, so that some may be gone meanwhile."""
     found: dict[str, Identity | None] = {}
-    for folder in folders(f"{chunks}/{root_name(DESCRIPTIONS)}", 2):
+    for folder in record_folders(f"{chunks}/{root_name(DESCRIPTIONS)}"):
         for seen in records(folder):
             name = os.path.basename(seen.path)
             with contextlib.suppress(OSError, ValueError):
@@ -200,7 +209,7 @@ def _descriptions(chunks: str) -> dict[str, Identity | None]:
 def _root(chunks: str, name: str, identity: Identity | None) -> PoolRoot:
     num_chunks = size_bytes = 0
     oldest_ns, newest_ns = 1 << 63, 0
-    for folder in folders(f"{chunks}/{name}", 2):
+    for folder in record_folders(f"{chunks}/{name}"):
         for seen in records(folder):
             num_chunks += 1
             size_bytes += seen.size_bytes
@@ -234,7 +243,7 @@ def shared_json(report: PoolReport | MediumReport) -> dict[str, object]:
     granted = {} if books is None else books.granted
     return {
         "path": report.path,
-        "kind": "fs",
+        "kind": report.kind,
         "pool": report.pool_id,
         "chunks": report.num_chunks,
         "bytes": report.size_bytes,

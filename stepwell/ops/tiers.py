@@ -17,6 +17,7 @@ def tiers_json() -> dict[str, object]:
             "words": kind.words,
             "installed": kind.installed,
             "extra": kind.extra or None,
+            "install": None if kind.installed else kind.install_command,
             "way": kind.way or None,
             **asdict(kind.promises),
         }
@@ -40,7 +41,7 @@ def _paragraph(kind: Kind) -> str:
     }
     ready = ", ".join(filter(None, ("ready", kind.way)))
     if not kind.installed:
-        ready = f"not installed: pip install 'stepwell[{kind.extra}]'"
+        ready = f"not installed: {kind.install_command}"
     return "\n".join(
         [
             f"{', '.join(f'{scheme}://' for scheme in kind.schemes)}  ({ready})",

@@ -12,6 +12,7 @@ __all__ = [
     "Entry",
     "empty_folder",
     "entries",
+    "is_there",
     "kind_of",
     "list_folder",
     "open_in_folder",
@@ -84,6 +85,21 @@ def opened_folder(path: str, parent: int | None = None) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def is_there(path: str | os.PathLike[str]) -> bool:
+    """Whether anything has this name, a link that leads nowhere included.
+
+    `os.path.lexists` says of a file system that fails that nothing is there.
+
+    Raises:
+        OSError: from the system; it is not known.
+    """
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def open_in_folder(path: str, flags: int) -> int:

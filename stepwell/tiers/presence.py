@@ -30,6 +30,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 
 from stepwell.core.keys import Key
 from stepwell.core.types import Lookup, Reason
@@ -218,11 +219,17 @@ class Presence:
             self._bound_removals()
         return count
 
-    def take_removals(self, among: Sequence[Key] | None = None) -> list[Key]:
-        """What is to be removed and nobody has begun to: of all, or among some keys."""
+    def take_removals(self, among: Sequence[Key] | None = None, most: int = 1 << 30) -> list[Key]:
+        """What is to be removed and nobody has begun to: of all, or among some keys.
+
+        Args:
+            among: these.
+            most: so many at once.
+        """
         with self._changed:
             wanted = list(self._doing) if among is None else among
-            keys = [key for key in wanted if self._doing.get(key) is _Doing.TO_REMOVE]
+            due = (key for key in wanted if self._doing.get(key) is _Doing.TO_REMOVE)
+            keys = list(islice(dict.fromkeys(due), most))
             self._doing.update(dict.fromkeys(keys, _Doing.REMOVING))
             return keys
 

@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from stepwell.core.identity import Identity
 from stepwell.core.keys import Key, Root, fingerprint, root_of
 from stepwell.core.record import Header, payload_checksum
 from stepwell.core.types import Chunk, ChunkResult, Direction, Lookup, Outcome, Reason
@@ -13,7 +14,7 @@ from stepwell.errors import TierError
 from stepwell.tiers.base import TierContext
 from stepwell.tiers.jobs import JobRunner
 from stepwell.tiers.media.base import Medium, Record, Stats, Wanted
-from stepwell.tiers.media.roots import describe, erase_root
+from stepwell.tiers.media.roots import describe, description_key, erase_root
 from stepwell.tiers.outcomes import ALREADY_THERE, DONE, verdict
 from stepwell.tiers.presence import Presence, Question
 from stepwell.tiers.threaded import ThreadedTier
@@ -28,12 +29,16 @@ _BEING_REMOVED = ChunkResult(Outcome.FULL, Reason.DEADLINE)
 
 # Questions that wait for a thread; beyond it the answer is MISS.
 _MAX_ASKED = 1 << 16
-_ASK_AT_ONCE = 4096
-_REMOVE_AT_ONCE = 1024
+# Of one call, which has to be over in time as a whole: an object store is asked for each by itself.
+_ASK_AT_ONCE = 512
+_REMOVE_AT_ONCE = 256
+_TOUCH_AT_ONCE = 256
 _REMOVE_AGAIN_S = 1.0
 # A chunk that is used all the time is made recent in the medium once in a while.
 _TOUCH_EVERY_S = 600.0
 _MAX_TOUCHED = 1 << 16
+# A description may be evicted as any other record.
+_DESCRIBE_EVERY_S = 3600.0
 _UPKEEP_WITHIN_S = 10.0
 _MAX_TROUBLES = 64
 _MAX_EXPIRED = 1 << 14
@@ -103,7 +108,7 @@ class SharedTier(ThreadedTier):
         self._touched: OrderedDict[int, float] = OrderedDict()  # fingerprint -> when
         self._to_touch: dict[Key, None] = {}
         self._expired: OrderedDict[Key, None] = OrderedDict()
-        self._described: set[Root] = set()
+        self._described: dict[Root, float] = {}  # -> when
         self._to_describe: set[Root] = set()
         self._closed = False
         self._runner = JobRunner(self, num_threads, context, inflight_writes_bytes)
@@ -151,7 +156,7 @@ class SharedTier(ThreadedTier):
         """Remove all chunks of a root, and its description; returns how many chunks."""
         count = erase_root(self.medium, root)
         with self._lock:
-            self._described.discard(root)
+            self._described.pop(root, None)
         return count
 
     def stats(self) -> Stats:
@@ -178,14 +183,13 @@ class SharedTier(ThreadedTier):
                 if here and now_s - self._touched.get(tag, -_TOUCH_EVERY_S) >= _TOUCH_EVERY_S:
                     self._note_touched(tag, now_s)
                     self._to_touch[key] = None
+            for root in {root_of(key) for key in self._to_touch}:
+                self._to_touch[description_key(root)] = None
         return there
 
     def settle(self) -> None:
         """See `stepwell.tiers.jobs.Work.settle`."""
-        with self._lock:
-            keys, self._to_touch = list(self._to_touch), {}
-        if keys:
-            self._keep_up(lambda: self.medium.touch(keys, self._answer_within_s))
+        self._touch()
         self._describe()
         if self._presence.has_removals and self._now_s() >= self._remove_again_s:
             self._remove(None)  # what was deleted while it was written, or could not be before
@@ -246,9 +250,9 @@ class SharedTier(ThreadedTier):
                 reason, self.name, chunks[idx].key.hex(),
             )  # fmt: skip
         keys = [chunks[idx].key for idx in wrong]
-        if keys:
+        if keys:  # it is gone from now on; nobody has to wait until the medium knows
             self._presence.doom(keys, self._now_s())
-            self._remove(keys)
+            self._remove_soon()
 
     def _note_expired(self, chunks: Sequence[Chunk], results: Sequence[ChunkResult]) -> None:
         with self._lock:
@@ -260,7 +264,7 @@ class SharedTier(ThreadedTier):
 
     def _write(self, chunks: Sequence[Chunk], give_up_s: float) -> Sequence[ChunkResult]:
         keys = [chunk.key for chunk in chunks]
-        self._make_way(keys)
+        self._make_way(keys, self._left_s(give_up_s))
         free = self._presence.begin_writes(keys, self._left_s(give_up_s))
         idxs = [idx for idx in range(len(chunks)) if free[idx]]
         results = [_BEING_REMOVED] * len(chunks)
@@ -309,7 +313,7 @@ class SharedTier(ThreadedTier):
             for idx in doubtful:
                 results[idx], there[idx] = FAILED, None
 
-    def _make_way(self, keys: Sequence[Key]) -> None:
+    def _make_way(self, keys: Sequence[Key], within_s: float) -> None:
         """What is to be removed is, before it is written anew; so is what has expired.
 
         And that not when it is met: by this machine's clock it has, which may be wrong.
@@ -320,7 +324,7 @@ class SharedTier(ThreadedTier):
                 del self._expired[key]
         if expired:
             self._presence.doom(expired, self._now_s())
-        self._remove(keys)
+        self._remove(keys, min(within_s, _UPKEEP_WITHIN_S))
 
     def _record(self, chunk: Chunk) -> Record:
         now_s = self._context.wall_s()
@@ -360,14 +364,25 @@ class SharedTier(ThreadedTier):
         began_s = self._now_s()
         reason = Reason.INTERNAL
         try:
+            if self._closed:
+                return
             there = self.medium.exist([key for key, _ in questions], self._answer_within_s)
             self._presence.answered(questions, there, self._now_s())
         except TierError as error:
             self._log_failure("lookup", error)
             self.troubles.append(began_s)
             reason = Reason.IO_ERROR
+            if self._now_s() - began_s >= self._answer_within_s / 2:
+                questions += self._asked_besides()  # they would wait as long
         finally:  # what has no answer by now will have none, and somebody waits for it
             self._presence.failed(questions, reason, self._now_s())
+
+    def _asked_besides(self) -> list[Question]:
+        """What waits to be asked, and is asked no more."""
+        with self._lock:
+            questions = list(self._asked)
+            self._asked.clear()
+        return questions
 
     def _remove_soon(self) -> None:
         with self._lock:
@@ -380,22 +395,32 @@ class SharedTier(ThreadedTier):
             self._removal_is_due = False
         self._remove(None)
 
-    def _remove(self, among: Sequence[Key] | None) -> None:
-        """Remove what is to be removed: of all, or among some keys."""
-        keys = self._presence.take_removals(among)
-        for begin in range(0, len(keys), _REMOVE_AT_ONCE):
-            some = keys[begin : begin + _REMOVE_AT_ONCE]
+    def _remove(self, among: Sequence[Key] | None, within_s: float = _UPKEEP_WITHIN_S) -> None:
+        """Remove what is to be removed, of all or among some keys, until something fails."""
+        give_up_s = self._now_s() + within_s
+        removed = True
+        while removed and (keys := self._presence.take_removals(among, _REMOVE_AT_ONCE)):
             removed = False
+            left_s = self._left_s(give_up_s)
             try:
-                removed = self._remove_some(some)
+                removed = self._keep_up(partial(self.medium.remove, keys, left_s))
             finally:
                 now_s = self._now_s()
-                self._presence.end_removals(some, removed=removed, now_s=now_s)
+                self._presence.end_removals(keys, removed=removed, now_s=now_s)
                 if not removed:
                     self._remove_again_s = now_s + _REMOVE_AGAIN_S
 
-    def _remove_some(self, keys: Sequence[Key]) -> bool:
-        return self._keep_up(lambda: self.medium.remove(keys, _UPKEEP_WITHIN_S))
+    def _touch(self) -> None:
+        """Make recent in the medium what was used; what fails is tried at its next use."""
+        with self._lock:
+            keys, self._to_touch = list(self._to_touch), {}
+        for begin in range(0, len(keys), _TOUCH_AT_ONCE):
+            some = keys[begin : begin + _TOUCH_AT_ONCE]
+            if not self._keep_up(partial(self.medium.touch, some, self._answer_within_s)):
+                with self._lock:
+                    for key in keys[begin:]:
+                        self._touched.pop(fingerprint(key), None)
+                return
 
     def _keep_up(self, run: Callable[[], object]) -> bool:
         """Something for the medium's sake; returns whether it was done."""
@@ -409,19 +434,28 @@ class SharedTier(ThreadedTier):
         return True
 
     def _describe(self) -> None:
-        """Write the descriptions of roots that have chunks now, each once; they are for people."""
+        """Write the descriptions of roots that have new chunks, each once in a while; they are
+        for people.
+        """
+        now_s = self._now_s()
         with self._lock:
-            roots, self._to_describe = self._to_describe - self._described, set()
-            self._described |= roots
+            roots = [
+                root
+                for root in self._to_describe
+                if now_s - self._described.get(root, -_DESCRIBE_EVERY_S) >= _DESCRIBE_EVERY_S
+            ]
+            self._to_describe.clear()
+            self._described.update(dict.fromkeys(roots, now_s))
         for root in roots:
             identity = self._context.registry.get(root)
-            if identity is None:
-                continue
-            now_s = self._context.wall_s()
-            run = partial(describe, self.medium, identity, now_s, self._answer_within_s)
-            if not self._keep_up(run):
+            if identity is not None and not self._keep_up(partial(self._describe_one, identity)):
                 with self._lock:
-                    self._described.discard(root)
+                    self._described.pop(root, None)
+
+    def _describe_one(self, identity: Identity) -> None:
+        if not describe(self.medium, identity, self._context.wall_s(), self._answer_within_s):
+            with self._lock:
+                self._described.pop(identity.root, None)
 
     def _note_touched(self, tag: int, now_s: float) -> None:
         self._touched[tag] = now_s

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from media.sites import SITES
 
 from stepwell.bench import procs
 from stepwell.bench.demo import DemoOptions, run_demo
@@ -19,7 +20,6 @@ from stepwell.bench.server import Server, ServerConfig, ServerError
 from stepwell.tiers.media.kinds import open_medium
 from stepwell.tiers.media.roots import described_roots
 from stepwell.tiers.media.urls import MediumUrl
-from tests.media.sites import SITES
 
 pytestmark = pytest.mark.engine
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from media.servers import Server, redis_server
 
 from tests.engines.harness import BLOCK_TOKENS, EngineProcess, prompt, shared_config
-from tests.media.servers import Server, redis_server
 
 pytestmark = pytest.mark.engine
 

@@ -21,6 +21,7 @@ from .servers import Server, answers_on, free_port
 os.environ.setdefault("MC_RPC_TIMEOUT_MS", "3000")
 os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", "3000")
 os.environ.setdefault("MC_TCP_STATUS_TIMEOUT_SEC", "3")
+os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", "3")
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 
 NODE = Path(__file__).with_name("mooncake_node.py")

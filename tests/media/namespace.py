@@ -24,7 +24,8 @@ _IFF_UP = 0x1
 def _places() -> tuple[int, int]:
     """Descriptors of the namespace that we come from, and of the one of our own.
 
-    One for the whole process: a library keeps the threads that it once began.
+    One for the whole process: a library keeps the threads that it once began. So this module must
+    have one name, `media.namespace`, whoever imports it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     outside = os.open("/proc/thread-self/ns/net", os.O_RDONLY)

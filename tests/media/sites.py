@@ -149,6 +149,14 @@ class NixlSite(FsSite):
         self.url = "nixl+posix" + self.url.removeprefix("fs")
 
 
+class ThreeFsSite(FsSite):
+    """The same as 3FS without its library."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.url = "3" + self.url
+
+
 class S3Site:
     """S3 as moto plays it, which keeps nothing when it ends."""
 
@@ -255,6 +263,7 @@ class MooncakeSite:
 
 
 SITES: dict[str, Callable[[Path], Site]] = {
+    "3fs": ThreeFsSite,
     "fs": FsSite,
     "mooncake": MooncakeSite,
     "redis": RedisSite,

@@ -70,10 +70,10 @@ class Caller:
                 self.served += 1
         return result
 
-    def write(self, keys: list[Key]) -> JobResult:
+    def write(self, keys: list[Key], within_s: float = DEADLINE_S) -> JobResult:
         """Write, and wait."""
         chunks = [Chunk(key, buffer_of(SIZE, payload_of(key, SIZE))) for key in keys]
-        return self._wait(self.store.write(chunks, DEADLINE_S), chunks, Direction.WRITE)
+        return self._wait(self.store.write(chunks, within_s), chunks, Direction.WRITE)
 
     def _wait(self, job_id: int, chunks: list[Chunk], direction: Direction) -> JobResult:
         began_s = time.monotonic()

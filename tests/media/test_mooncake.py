@@ -108,7 +108,7 @@ def opened(text: str, timeout_s: float = 10.0) -> Iterator[MooncakeMedium]:
         ("mooncake://u:pw@h", "no users and passwords"),
         ("mooncake://h?protcol=tcp", 'the nearest is "protocol"'),
         ("mooncake://h?protocol=udp", 'protocol is "tcp" or "rdma"'),
-        ("mooncake://h?protocol=rdma&devices=mlx5_77", "protocol=tcp"),
+        ("mooncake://h?protocol=rdma&devices=mlx%205", "devices are such as"),
         ("mooncake://h?devices=mlx5_0", "for protocol=rdma"),
         ("mooncake://h?metadata=redis://h:6379", "P2PHANDSHAKE"),
         ("mooncake://h?metadata=p2p", "P2PHANDSHAKE"),
@@ -129,6 +129,15 @@ def test_a_wrong_url_is_refused(text: str, words: str) -> None:
     assert words in message
     assert "pw" not in message
     assert "\n" not in message
+
+
+def test_a_device_that_this_machine_lacks() -> None:
+    """A machine that only writes an engine's configuration need not have it."""
+    with opened("mooncake://127.0.0.1:1?protocol=rdma&devices=mlx5_77", 1.0) as medium:
+        with pytest.raises(ConfigError, match=r"no such RDMA device.*mlx5_77.*url=mooncake:"):
+            medium.check()
+        with pytest.raises(TierError, match="no such RDMA device"):
+            medium.exist([key_of(1)], LONG_S)
 
 
 def test_what_the_library_is_told() -> None:
@@ -184,11 +193,16 @@ def test_metadata_that_is_not_there(pool: Pool, metadata: str) -> None:
         medium.check()
 
 
-def test_what_the_environment_says_stays(pool: Pool) -> None:
-    before = os.environ["MC_RPC_TIMEOUT_MS"]
-    with opened(pool.url, 77.0) as medium:
-        medium.check()
-    assert os.environ["MC_RPC_TIMEOUT_MS"] == before == "3000"
+def test_what_the_environment_says_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "4321")
+    patience = ("MC_RPC_CONNECT_TIMEOUT_MS", "MC_TCP_STATUS_TIMEOUT_SEC",
+                "MC_TCP_PROGRESS_TIMEOUT_SEC")  # fmt: skip
+    for name in patience:
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
+    mooncake_setup.load_library(MediumUrl.parse("mooncake://h"), 76.5)
+    assert os.environ["MC_RPC_TIMEOUT_MS"] == "4321"
+    assert [os.environ[name] for name in patience] == ["77000", "77", "77"]
 
 
 class Recorder:
@@ -503,6 +517,18 @@ def test_failures_of_the_master_and_of_nodes(pool: Pool, code: int, error: bool)
                 call()
         else:
             assert call() == [ChunkResult(Outcome.FAILED, Reason.IO_ERROR)]
+    medium.close()
+
+
+@pytest.mark.parametrize("code", [-900, -1])
+def test_what_cannot_be_verified_is_not_called_written(pool: Pool, code: int) -> None:
+    """A put says 0 also for a name that somebody else has; the question after it went wrong."""
+    answers = [[0, 0], [1, code]]
+    client = Broken(pool.client(), batch_is_exist=lambda names: answers.pop(0))
+    medium = medium_of(Connection(lambda: client), "unverified")
+    records = [Record(key_of(idx), bytes(HEADER_BYTES), buffer_of(SIZE), 0.0) for idx in range(2)]
+    assert medium.write(records, LONG_S) == [DONE, ChunkResult(Outcome.FAILED, Reason.IO_ERROR)]
+    assert medium.erase(root_of(key_of(0))) == 2
     medium.close()
 
 

@@ -1,9 +1,12 @@
 """NIXL as a medium, on files: the contract, and what becomes of transfers that fail or are late."""
 
 import contextlib
+import ctypes
 import errno
 import importlib.util
 import os
+import platform
+import struct
 import subprocess
 import sys
 import time
@@ -20,16 +23,17 @@ from stepwell.errors import ConfigError, TierError
 from stepwell.testing import buffer_of, key_of, payload_of
 from stepwell.tiers.media import nixl
 from stepwell.tiers.media.base import Medium, Record, Wanted
-from stepwell.tiers.media.engines import Engines
+from stepwell.tiers.media.engines import Engines, Taken
 from stepwell.tiers.media.fs import FsMedium
 from stepwell.tiers.media.kinds import open_medium
-from stepwell.tiers.media.movers import Piece
+from stepwell.tiers.media.movers import EngineMover, Piece
 from stepwell.tiers.media.nixl import FileTransfers, Plugin
 from stepwell.tiers.media.records import ABSENT, TRUNCATED
 from stepwell.tiers.media.urls import MediumUrl
 from stepwell.tiers.outcomes import ALREADY_THERE, DONE
 
 from . import test_fs
+from .mounts import mount_memory, unmount
 from .sites import FsSite
 
 if importlib.util.find_spec("nixl_cu12") is None:
@@ -93,7 +97,7 @@ def check_read(found: list[Any], wanted: list[Wanted], idxs: list[int]) -> None:
             assert isinstance(page, ChunkResult)
 
 
-@pytest.mark.parametrize("api", ["uring", "aio", "posix_aio"])
+@pytest.mark.parametrize("api", ["uring", "aio"])
 @pytest.mark.parametrize("size", [64, 8192, 12288 + 5, 3 << 20])
 def test_what_one_wrote_the_other_reads(tmp_path: Path, api: str, size: int) -> None:
     """A pool is the same, whichever way its bytes take."""
@@ -144,7 +148,7 @@ def given_up() -> list[Any]:
     return []
 
 
-@pytest.fixture(params=["use_uring", "use_aio", "use_posix_aio"])
+@pytest.fixture(params=["use_uring", "use_aio"])
 def engine(request: pytest.FixtureRequest, given_up: list[Any]) -> FileTransfers:
     return FileTransfers(Plugin("POSIX", {request.param: "true"}), 1 << 20, given_up)
 
@@ -224,7 +228,34 @@ def test_what_is_given_up_is_bounded(
         os.close(fd)
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mount_memory(path, 1 << 20)
+    try:
+        yield path
+    finally:
+        unmount(path)
+
+
+def test_a_full_disk(small: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of each record it is said whether there was room for it."""
+    mover = EngineMover("nixl", lambda size: FileTransfers(URING, size, []), direct=True)
+    mover.check(str(small))
+    paths = [f"{small}/{idx}" for idx in range(4)]
+    written = mover.write(paths, records_of(KEYS[:4], 400 << 10), LONG_S)
+    full = ChunkResult(Outcome.FULL, Reason.NO_SPACE)
+    assert sorted(written, key=str) == sorted([DONE, DONE, full, full], key=str)
+    assert "NIXL failed; by system calls" in caplog.text
+    for path in paths:
+        os.unlink(path)
+    assert mover.write(paths[:2], records_of(KEYS[:2], 400 << 10), LONG_S) == [DONE] * 2
+    mover.close()
+
+
+def test_files_that_must_not_grow(tmp_path: Path) -> None:
     """The medium says what a write by system calls would have said."""
     program = f"""
 import resource, sys
@@ -241,6 +272,55 @@ medium.close()
     assert out.count("IO_ERROR") == 2
     assert out.endswith("True\n")
     assert list((tmp_path / "pool/temp").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("no agent"), OSError("no file"), RuntimeError("odd")]
+)
+def test_a_write_that_raises_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Files of a write whose transfer failed, and for which there was no agent any more, stayed."""
+    medium = medium_at(tmp_path / "pool")
+    moves = 0
+
+    def move(self: object, kind: str, ends: list[object], *_: object, **__: object) -> list[bool]:
+        nonlocal moves
+        moves += 1
+        return [moves == 1] * len(ends)  # those of the second group fail
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    many = [key_of(f"many {idx}") for idx in range(70)]
+    with monkeypatch.context() as patch:
+        patch.setattr(nixl.Agent, "move", move)
+        patch.setattr(nixl, "Agent", refuse)
+        with pytest.raises((TierError, RuntimeError)):
+            medium.write(records_of(many, 64), LONG_S)
+    assert moves == 2
+    assert list((tmp_path / "pool/temp").iterdir()) == []
+    assert medium.write(records_of(many, 64), LONG_S) == [DONE] * 70
+    medium.close()
+
+
+def test_a_write_that_ends_as_it_is_given_up_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread had found nobody who gave up, and the caller left the files to the thread."""
+    medium = medium_at(tmp_path / "pool")
+    run = Taken.run
+
+    def run_late(taken: Taken[Any], work: Callable[[], Any]) -> None:
+        run(taken, work)
+        raise TierError("no answer in time")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Taken, "run", run_late)
+        with pytest.raises(TierError, match="in time"):
+            medium.write(records_of(KEYS), LONG_S)
+    assert list((tmp_path / "pool/temp").iterdir()) == []
+    medium.close()
 
 
 def run_python(program: str) -> str:
@@ -314,6 +394,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def begin_late(engines: Engines[FileTransfers], fd: int) -> FileTransfers:
+    with engines.taken(8192, LONG_S):  # to be late with a transfer, and not with an agent
+        pass
     with engines.taken(8192, 0.5) as taken:
         late = taken.engine
         with pytest.raises(TierError, match="in time"):
@@ -453,7 +535,11 @@ def test_a_plugin_that_serves_no_files() -> None:
     [
         ("nixl+posix:///mnt/pool", "is needed: nixl\\+posix:///mnt/pool\\?capacity"),
         ("nixl+posix://mnt/pool?capacity=1GiB", "three slashes"),
-        ("nixl+posix:///mnt/pool?capacity=1GiB&api=epoll", "api is one of uring,aio,posix_aio"),
+        ("nixl+posix:///mnt/pool?capacity=1GiB&api=epoll", "api is one of uring,aio:"),
+        # What is left of a transfer that failed could be written to another file.
+        ("nixl+posix:///mnt/pool?capacity=1GiB&api=posix_aio", "api is one of uring,aio:"),
+        ("nixl+ucx:///mnt/pool?capacity=1GiB", "is for networks, and is not loaded"),
+        ("nixl+libfabric:///mnt/pool?capacity=1GiB", "is for networks, and is not loaded"),
         ("nixl+posix:///mnt/pool?capacity=1GiB&apis=aio", 'no parameter "apis".*"api"'),
         ("nixl:///mnt/pool?capacity=1GiB", "no kind of storage"),
         ("nixl+:///mnt/pool?capacity=1GiB", "is not there"),
@@ -469,7 +555,58 @@ def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if "nixl" in name else find(name)
     )
-    assert "stepwell[nixl]" in refusal("nixl+posix:///mnt/pool?capacity=1GiB")
+    assert "pip install --no-deps nixl-cu12: url" in refusal("nixl+posix:///mnt/pool?capacity=1GiB")
+
+
+def forbid_io_uring() -> None:
+    """To this process for good, as containers do: io_uring_setup is not permitted (x86-64)."""
+    program = [
+        (0x20, 0, 0, 0),  # load the call's number
+        (0x15, 0, 1, 425),
+        (0x06, 0, 0, 0x00050000 | errno.EPERM),
+        (0x06, 0, 0, 0x7FFF0000),  # allow
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
+    filters = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    assert libc.prctl(22, 2, ctypes.create_string_buffer(filters), 0, 0) == 0  # PR_SET_SECCOMP
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="of another machine")
+def test_where_io_uring_is_forbidden(tmp_path: Path) -> None:
+    """The default failed there, and nothing said why."""
+    program = f"""
+from tests.media.test_nixl import *
+import logging
+logging.basicConfig(stream=sys.stdout)
+forbid_io_uring()
+print(refusal("nixl+posix://{tmp_path}/pool?capacity=64MiB&api=uring"))
+for api in ({{}}, {{"api": "aio"}}):
+    medium = medium_at(Path({str(tmp_path)!r}) / "pool", **api)
+    medium.write(records_of(KEYS), 30.0)
+    wanted = wanted_of(KEYS)
+    check_read(medium.read(wanted, 30.0), wanted, list(range(6)))
+    medium.close()
+    print(api)
+"""
+    text, warning, *rest = run_python(program).splitlines()
+    assert "io_uring is often forbidden" in text
+    assert "api=uring error=NIXL's plugin does not start" in text
+    assert "NIXL by api=aio" in warning
+    assert "api=uring error=NIXL's plugin does not start" in warning
+    assert rest == ["{}", "{'api': 'aio'}"]
+
+
+def test_a_package_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another version of CUDA, say: the next is tried."""
+    (tmp_path / "nixl_of_another_cuda.py").write_text("raise RuntimeError('two\\nlines')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(nixl, "_PACKAGES", ("nixl_of_another_cuda", "nixl_cu12"))
+    medium_at(tmp_path / "pool").close()
+    monkeypatch.setattr(nixl, "_PACKAGES", ("nixl_of_another_cuda",))
+    text = refusal("nixl+posix:///mnt/pool?capacity=1GiB")
+    assert "nixl_of_another_cuda: RuntimeError: two lines" in text
 
 
 def test_nothing_goes_to_stdout_and_no_network_is_loaded(tmp_path: Path) -> None:
@@ -480,6 +617,8 @@ def test_nothing_goes_to_stdout_and_no_network_is_loaded(tmp_path: Path) -> None
 from tests.media.test_nixl import *
 medium = medium_at(Path({str(tmp_path)!r}) / "pool")
 medium.write(records_of(KEYS), 30.0)
+refusal("nixl+ucx:///mnt/pool?capacity=1GiB")
+refusal("nixl+tape:///mnt/pool?capacity=1GiB")
 maps = Path("/proc/self/maps").read_text()
 assert "libplugin_POSIX" in maps and "libplugin_UCX" not in maps and "libucp" not in maps
 medium.close()

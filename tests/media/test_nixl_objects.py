@@ -14,6 +14,7 @@ from stepwell.core.record import HEADER_BYTES
 from stepwell.core.types import ChunkResult, Reason
 from stepwell.errors import ConfigError, TierError
 from stepwell.testing import SharedTierContract, buffer_of, key_of, payload_of
+from stepwell.tiers.media import nixl_objects
 from stepwell.tiers.media.base import Medium, Record, Wanted
 from stepwell.tiers.media.kinds import open_medium
 from stepwell.tiers.media.object_stores import open_store
@@ -197,6 +198,19 @@ def test_bytes_do_move_through_nixl(
         check_read(medium.read(wanted, LONG_S), wanted, [0, 1, 2, 3, 4, 5])
     assert len(asked) < 12, "one in 256 is expected"
     assert caplog.text == ""
+
+
+def test_a_check_whose_record_is_not_sure(medium: Medium, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One start in 256 failed: the record ended as what is put there to be written over."""
+    counts: list[int] = []
+
+    def token(count: int) -> bytes:
+        counts.append(count)
+        return b"\7" * count if counts.count(1) < 3 else b"\0" * count
+
+    monkeypatch.setattr(nixl_objects.secrets, "token_bytes", token)
+    medium.check()
+    assert counts.count(1) == 3
 
 
 def test_holes_and_short_objects_in_a_batch(

@@ -19,6 +19,7 @@ from stepwell.core.types import ChunkResult, Outcome, Reason
 from stepwell.errors import ConfigError, TierError
 from stepwell.ops.tiers import tiers_json, tiers_text
 from stepwell.testing import buffer_of, key_of, payload_of
+from stepwell.tiers.media import threefs
 from stepwell.tiers.media.base import Record, Wanted
 from stepwell.tiers.media.fs import FsMedium
 from stepwell.tiers.media.kinds import open_medium
@@ -198,13 +199,72 @@ def test_a_ring_that_fails_is_asked_again(medium: FsMedium, usrbio: Any) -> None
     assert usrbio.faults.submit == usrbio.faults.wait == []
 
 
-def test_more_records_than_a_ring_has_entries(medium: FsMedium) -> None:
-    keys = [key_of(f"many {idx}") for idx in range(600)]
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_a_ring_that_goes_on_failing_does_not_fill_the_log(
+    medium: FsMedium, usrbio: Any, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    medium.write(records_of(KEYS), LONG_S)
+    usrbio.faults.wait = [errno.EIO] * number
+    usrbio.faults.submit = [errno.EIO] * number
+    for _ in range(2):
+        wanted = wanted_of(KEYS)
+        check_read(medium.read(wanted, LONG_S), wanted, list(range(6)))
+    assert usrbio.faults.wait == usrbio.faults.submit == []
+    assert caplog.text.count("a ring fails") == (number > 0)
+
+
+def mapped() -> int:
+    """How much shared memory without a name this process has, in pieces."""
+    return Path("/proc/self/maps").read_text().count("/dev/shm/psm_")
+
+
+@pytest.mark.parametrize("call", ["prepare", "submit", "wait"])
+def test_a_library_that_fails_oddly(
+    medium: FsMedium, usrbio: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """What was prepared may be done at any time: its memory is nobody else's any more."""
+    medium.write(records_of(KEYS), LONG_S)
+    num_rings, num_mapped = usrbio.num_rings, mapped()
+    do = getattr(usrbio.ioring, call)
+    calls = 0
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if call == "prepare" and calls % 6:
+            return do(*args, **kwargs)
+        raise RuntimeError("odd")
+
+    for count in range(1, 17):
+        with monkeypatch.context() as patch:
+            patch.setattr(usrbio.ioring, call, fail)
+            with pytest.raises(TierError, match=r"library of 3FS fails.*odd"):
+                medium.read(wanted_of(KEYS), LONG_S)
+        if count in (1, 2, 15):
+            wanted = wanted_of(KEYS)
+            check_read(medium.read(wanted, LONG_S), wanted, list(range(6)))
+            assert usrbio.num_rings == num_rings + 2 * count
+            assert mapped() == num_mapped + count
+            assert len(os.listdir(tmp_path / "3fs-virt/iovs")) == 1 + count, "3FS has them too"
+    with pytest.raises(TierError, match="failed 16 times"):
+        medium.read(wanted_of(KEYS), LONG_S)
+    assert mapped() == num_mapped + 15
+    medium.close()
+    assert mapped() == num_mapped + 15
+
+
+def test_more_records_than_a_ring_has_entries(
+    usrbio: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threefs, "_ENTRIES", 7)
+    medium = medium_at(tmp_path / "pool", api="usrbio")
+    keys = [key_of(f"many {idx}") for idx in range(100)]
     records = [Record(key, bytes(HEADER_BYTES), buffer_of(64, key[:64]), 0.0) for key in keys]
-    assert medium.write(records, LONG_S) == [DONE] * 600
+    assert medium.write(records, LONG_S) == [DONE] * 100
     wanted = [Wanted(key, buffer_of(64)) for key in keys]
-    assert medium.read(wanted, LONG_S) == [bytes(HEADER_BYTES)] * 600
+    assert medium.read(wanted, LONG_S) == [bytes(HEADER_BYTES)] * 100
     assert [bytes(each.payload) for each in wanted] == [key[:64] for key in keys]
+    medium.close()
 
 
 def test_a_read_that_never_ends_is_left_alone(medium: FsMedium, usrbio: Any) -> None:
@@ -265,15 +325,50 @@ def test_when_all_rings_wait_no_more_are_made(medium: FsMedium, usrbio: Any) -> 
     medium.write(records_of(KEYS), LONG_S)
     num_rings = usrbio.num_rings
     usrbio.faults.result = lambda n, whole: None
-    for _ in range(40):
+    began_s = time.monotonic()
+    while len(usrbio.registered) < 32:
+        assert time.monotonic() - began_s < LONG_S
         with pytest.raises(TierError):
             medium.read(wanted_of(KEYS[:1]), 0.02)
-    until(lambda: usrbio.num_rings == num_rings + 62)
+    assert usrbio.num_rings == num_rings + 62
     with pytest.raises(TierError, match="all calls wait"):
         medium.read(wanted_of(KEYS[:1]), 0.02)
     usrbio.faults.released.set()
     wanted = wanted_of(KEYS)
     check_read(medium.read(wanted, LONG_S), wanted, list(range(6)))
+
+
+def test_checks_that_hang_leave_no_more_and_more_behind(
+    usrbio: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each left a thread, its memory, its rings and a file."""
+    monkeypatch.setattr("stepwell.tiers.media.movers._CHECK_WITHIN_S", 0.2)
+    monkeypatch.setattr("stepwell.tiers.media.engines._CLOSE_WITHIN_S", 0.1)
+    monkeypatch.setattr("stepwell.tiers.media.engines._LANES", 3)
+    usrbio.faults.result = lambda n, whole: None
+    num_threads = threading.active_count()
+    medium = open_medium(url_of(tmp_path / "pool"), LONG_S)
+    for _ in range(8):
+        with pytest.raises(TierError):
+            medium.check()
+    assert threading.active_count() <= num_threads + 3
+    assert usrbio.num_rings <= 6
+    assert len(usrbio.registered) <= 3
+    usrbio.faults.released.set()
+    until(lambda: not usrbio.registered)
+    monkeypatch.setattr("stepwell.tiers.media.movers._CHECK_WITHIN_S", LONG_S)
+    medium.check()
+    assert medium.write(records_of(KEYS), LONG_S) == [DONE] * 6
+    medium.close()
+
+
+def test_no_shared_memory(usrbio: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told as a directory that is not mounted, or not writable."""
+    monkeypatch.setattr("stepwell.tiers.media.engines._UNIT_BYTES", 1 << 44)
+    medium = open_medium(url_of(tmp_path / "pool"), LONG_S)
+    with pytest.raises(TierError, match=f"memory of {1 << 44} bytes: No space.*/dev/shm"):
+        medium.check()
+    medium.close()
 
 
 def test_nothing_is_left_in_shared_memory(usrbio: Any, tmp_path: Path) -> None:

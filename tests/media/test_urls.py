@@ -1,12 +1,22 @@
 """URLs of media, and the kinds that they name."""
 
+import tomllib
+import traceback
+from pathlib import Path
+
 import pytest
 
 from stepwell.errors import ConfigError
+from stepwell.ops.tiers import tiers_json, tiers_text
 from stepwell.settings import Settings
 from stepwell.tiers.media import kinds
 from stepwell.tiers.media.kinds import KINDS, Kind, kind_of, open_medium
 from stepwell.tiers.media.urls import MediumUrl
+
+
+def chain(error: BaseException) -> str:
+    """What whoever prints an error with all its causes prints."""
+    return "".join(traceback.format_exception(error))
 
 
 def refusal(text: str) -> str:
@@ -80,11 +90,15 @@ def test_what_is_no_url(text: str, words: str) -> None:
         "nothing://u:s3cret@h", "u:s3cret@h", "redis://u:s3cret@[::1",
         "redis://u:s3cret/x@h", "redis://u:12/s3cret@h", "redis://u:x/s3cret@h:1/0",
         "redis://:s3cret?x@h", "redis://u:x?s3cret@h", "redis://h:1?s3cret@h", "redis://u:x#s3cret@h",
+        "redis://h?password=s3cret#x", "redis://h?password=s3cret&a=1&a=2", "redis://:s3cret/x@h:1",
         "redis://u:a://s3cret@h:99999", "redis://u:s3cret@h:0", "redis://s3cret:x@h:y",
     ],
 )  # fmt: skip
 def test_no_message_shows_a_password(text: str) -> None:
     assert "s3cret" not in refusal(text)
+    with pytest.raises(ConfigError) as refused:
+        kind_of(MediumUrl.parse(text))
+    assert "s3cret" not in chain(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +112,7 @@ def test_no_message_shows_a_password(text: str) -> None:
 def test_no_setting_shows_a_password(texts: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as refused:
         Settings.parse({**texts, "capacity": "1GiB"})
-    assert "s3cret" not in str(refused.value)
+    assert "s3cret" not in chain(refused.value)
 
 
 def test_what_is_shown() -> None:
@@ -117,11 +131,38 @@ def test_a_parameter_that_is_not_known_names_its_neighbour() -> None:
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = Kind("x", ("x",), "x://", "", KINDS[0].promises, "stepwell.none", "no_such_one", "ex")
+    needs = ("os or no_such_one", "no_such_one", "sys")
+    missing = Kind("x", ("x",), "x://", "", KINDS[0].promises, "stepwell.none", needs, "ex")
     monkeypatch.setattr(kinds, "KINDS", (missing,))
     assert not missing.installed
-    with pytest.raises(ConfigError, match=r"pip install 'stepwell\[ex\]'"):
+    with pytest.raises(ConfigError, match=r"no_such_one; .* pip install 'stepwell\[ex\]'"):
         open_medium(MediumUrl.parse("x://host"), 1.0)
+
+
+def test_nixl_is_ready_for_objects_with_obstore_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"nixl_cu13"}
+    monkeypatch.setattr(kinds, "_is_there", lambda package: package in there)
+    files, objects = (each for each in KINDS if each.name.startswith("nixl"))
+    assert (files.installed, objects.installed) == (True, False)
+    assert "(not installed: pip install 'stepwell[s3]' && pip install --no-deps nixl-cu12)" in (
+        tiers_text()
+    )
+    with pytest.raises(ConfigError, match="needs the package obstore; "):
+        open_medium(MediumUrl.parse("nixl+obj://bucket"), 1.0)
+    there.add("obstore")
+    assert objects.installed
+    assert all(kind["install"] is None for kind in tiers_json()["kinds"] if kind["installed"])  # type: ignore[attr-defined]
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    """And where there are no packages for a system, nothing of it fails there."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert {kind.extra for kind in KINDS if kind.needs} <= set(extras)
+    for kind in KINDS:
+        for requirement in extras.get(kind.extra, ()):
+            if requirement.startswith(("nixl", "mooncake")):
+                assert requirement.endswith("; platform_system == 'Linux'")
 
 
 def test_the_disk_tier_is_no_medium() -> None:

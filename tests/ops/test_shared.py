@@ -25,6 +25,7 @@ from stepwell.ops.shared import (
 from stepwell.testing import buffer_of, key_of
 from stepwell.tiers.media.base import Record, Stats
 from stepwell.tiers.media.fs import FsMedium, open_medium
+from stepwell.tiers.media.kinds import KINDS
 from stepwell.tiers.media.roots import DESCRIPTION_BYTES, describe, description_key
 from stepwell.tiers.media.urls import MediumUrl
 from stepwell.tiers.outcomes import DONE
@@ -187,3 +188,15 @@ def test_another_kind(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert main(["inspect", "redis://127.0.0.1:1"]) == 2
     assert "stepwell: error:" in capsys.readouterr().err
+
+
+def test_every_kind_that_is_a_directory_is_looked_through_and_named(
+    tmp_path: Path, medium: FsMedium, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever moves its bytes, which nothing here needs."""
+    schemes = {kind.name: kind.schemes[0] for kind in KINDS if kind.is_pool}
+    assert schemes == {"fs": "fs", "nixl": "nixl+posix", "3fs": "3fs"}
+    for name, scheme in schemes.items():
+        assert main(["inspect", f"{scheme}://{tmp_path}/pool", "--json"]) == 0
+        says = json.loads(capsys.readouterr().out)
+        assert (says["kind"], says["chunks"]) == (name, 5)

@@ -3,14 +3,15 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from stepwell.clock import ManualClock
-from stepwell.core.keys import Key
+from stepwell.core.identity import Identity
+from stepwell.core.keys import Key, make_key, root_of
 from stepwell.core.types import Chunk, ChunkResult, Direction, Lookup, Outcome, Reason
 from stepwell.policy.breaker import Breaker, State
 from stepwell.store import Store
@@ -26,6 +27,8 @@ from stepwell.tiers import shared
 from stepwell.tiers.base import TierContext, believed
 from stepwell.tiers.guarded import GuardedTier
 from stepwell.tiers.host import HostTier
+from stepwell.tiers.media.base import Record
+from stepwell.tiers.media.roots import described_roots, description_key
 from stepwell.tiers.outcomes import NO_ROOM
 from stepwell.tiers.shared import SharedTier
 
@@ -242,7 +245,141 @@ def test_a_record_in_use_is_touched_once_in_a_while(rig: Rig) -> None:
         rig.driver.touch(KEYS[:2])
     rig.rest()
     touched = [key for call in rig.medium.of("touch") for key in call]
-    assert touched == KEYS[1::-1], "the first of a prefix is the most recent"
+    described = description_key(root_of(KEYS[0]))
+    assert touched == [*KEYS[1::-1], described], "the first of a prefix is the most recent"
+
+
+def test_a_touch_that_fails_is_tried_at_the_next_use(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what is used all the time would be the oldest, and leave."""
+    monkeypatch.setattr(shared, "_TOUCH_AT_ONCE", 4)
+    rig.driver.write(KEYS)
+    rig.clock.advance(601.0)
+    rig.driver.read(KEYS)
+    rig.rest()
+    assert [len(call) for call in rig.medium.of("touch")] == [4, 4, 4, 1]
+    rig.medium.calls.clear()
+    rig.clock.advance(601.0)
+    rig.medium.broken = lambda call: call == "touch" and len(rig.medium.of("touch")) == 2
+    rig.driver.read(KEYS)
+    rig.rest()
+    assert [len(call) for call in rig.medium.of("touch")] == [4, 4], "it ends with what fails"
+    rig.medium.broken = lambda call: False
+    rig.medium.calls.clear()
+    rig.driver.read(KEYS)
+    rig.rest()
+    again = {key for call in rig.medium.of("touch") for key in call}
+    assert again == {*KEYS[:8], description_key(root_of(KEYS[0]))}
+
+
+def test_removals_end_with_the_first_that_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that hangs would hold a thread for as many deadlines as there are batches."""
+    monkeypatch.setattr(shared, "_REMOVE_AT_ONCE", 4)
+    rig.driver.write(KEYS)
+    rig.medium.broken = lambda call: call == "remove"
+    rig.driver.tier.delete(KEYS)
+    rig.rest()
+    assert [len(call) for call in rig.medium.of("remove")] == [4]
+    assert rig.driver.present(KEYS) == [False] * 12
+    rig.medium.broken = lambda call: False
+    rig.medium.calls.clear()
+    rig.clock.advance(2.0)
+    rig.driver.write([key_of("another")])
+    rig.rest()
+    assert [len(call) for call in rig.medium.of("remove")] == [4, 4, 4]
+    assert not set(KEYS) & set(rig.medium.stored)
+
+
+def test_a_read_does_not_wait_for_what_it_has_removed(rig: Rig) -> None:
+    """A server may answer reads and hang with removals."""
+    rig.driver.write(KEYS[:2])
+    rig.medium.stored[KEYS[0]] = bytes(len(rig.medium.stored[KEYS[0]]))
+    let_go = threading.Event()
+    real = rig.medium.remove
+
+    def wait(keys: Sequence[Key], within_s: float) -> None:
+        assert let_go.wait(30.0)
+        real(keys, within_s)
+
+    rig.medium.remove = wait  # type: ignore[method-assign]
+    try:
+        first, second = rig.driver.read(KEYS[:2])[0].results
+        assert (first.reason, second) == (Reason.HEADER, DONE)
+        assert rig.driver.present(KEYS[:2]) == [False, True]
+        assert rig.driver.read(KEYS[:1])[0].results == (ABSENT,)
+    finally:
+        let_go.set()
+    rig.rest()
+    assert KEYS[0] not in rig.medium.stored
+
+
+def test_what_is_in_the_way_is_removed_within_the_jobs_time(rig: Rig) -> None:
+    rig.driver.write(KEYS[:1])
+    rig.medium.broken = lambda call: call == "remove"
+    rig.driver.tier.delete(KEYS[:1])
+    rig.rest()
+    rig.medium.within_s.clear()
+    rig.driver.write(KEYS[:1], deadline_s=3.0)
+    assert rig.medium.calls[-1][0] != "write"
+    assert rig.medium.within_s[0] == 3.0
+
+
+def test_who_waits_behind_a_question_without_an_answer_is_told_at_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them would wait as long, one after the other."""
+    monkeypatch.setattr(shared, "_ASK_AT_ONCE", 2)
+    for elapsed_s, calls in ((2.0, 1), (0.0, 6)):
+        rig.medium.calls.clear()
+
+        def fail(call: str, elapsed_s: float = elapsed_s) -> bool:
+            if call == "exist":
+                rig.clock.advance(elapsed_s)
+            return call == "exist"
+
+        rig.medium.broken = fail
+        tier = SharedTier(rig.medium, rig.context, name="other", num_threads=1)
+        assert tier.contains(KEYS) == [Lookup.UNKNOWN] * 12
+        assert tier.drain(10.0)
+        assert Lookup.UNKNOWN not in tier.contains(KEYS)
+        assert tier.why_missed(KEYS[11]) is Reason.IO_ERROR
+        assert len(rig.medium.of("exist")) == calls
+        tier.close()
+
+
+@pytest.mark.parametrize("result", [NO_ROOM, FAILED])
+def test_a_description_that_was_not_taken_is_offered_again(rig: Rig, result: ChunkResult) -> None:
+    identity = Identity({"model": "a"})
+    rig.context.registry.add(identity)
+    keys = [make_key(identity.root, bytes([idx])) for idx in range(1, 4)]
+    real = rig.medium.write
+    refuses = True
+
+    def write(records: Sequence[Record], within_s: float) -> list[ChunkResult]:
+        if refuses and records[0].key == description_key(identity.root):
+            return [result]
+        return real(records, within_s)
+
+    rig.medium.write = write  # type: ignore[method-assign]
+    rig.driver.write(keys[:1])
+    rig.rest()
+    assert not described_roots(rig.medium)
+    refuses = False
+    rig.driver.write(keys[1:2])
+    rig.rest()
+    assert described_roots(rig.medium) == {identity.root: identity}
+
+
+def test_a_description_that_was_evicted_comes_back(rig: Rig) -> None:
+    identity = Identity({"model": "a"})
+    rig.context.registry.add(identity)
+    for idx, hours in ((1, 0.0), (2, 0.1), (3, 1.0)):
+        rig.clock.advance(hours * 3600.0)
+        rig.driver.write([make_key(identity.root, bytes([idx]))])
+        rig.rest()
+        there = rig.medium.stored.pop(description_key(identity.root), None)
+        assert (there is not None) == (hours != 0.1)
 
 
 def test_a_removal_that_fails_is_heard_of(rig: Rig) -> None:

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from stepwell.tiers.files import read_small_text
 from stepwell.tiers.media.quota import Quota
 
-__all__ = ["GONE", "Books", "books_from", "number", "read_json", "write_json"]
+__all__ = ["GONE", "VANISHED", "Books", "books_from", "number", "read_json", "write_json"]
 
 GONE = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
 """What the system says of a file that somebody else has just removed."""
+
+VANISHED = GONE - {errno.ESTALE}
+"""Of that, what says so for sure: an NFS server that is set up anew calls everything stale."""
 
 _MOST = 1 << 62
 
@@ -25,12 +28,14 @@ class Books:
         sweeper: the member that it is.
         quota: see there.
         num_counted: records that the last count saw; None before the first.
+        told: how often books were told in this epoch, this time included.
     """
 
     epoch: int
     sweeper: str
     quota: Quota
     num_counted: int | None = None
+    told: int = 0
 
     @property
     def granted(self) -> dict[str, int]:
@@ -39,7 +44,11 @@ class Books:
 
 
 def books_from(path: str) -> Books | None:
-    """Books as they were told; None if there are none, or nothing sensible."""
+    """Books as they were told; None if there are none, or nothing sensible.
+
+    Raises:
+        OSError: the file system fails; there may be some.
+    """
     says = read_json(path)
     if says is None:
         return None
@@ -57,7 +66,11 @@ def books_from(path: str) -> Books | None:
         )
         sweeper = says.get("sweeper")
         return Books(
-            number(says, "epoch"), sweeper if isinstance(sweeper, str) else "", quota, records
+            number(says, "epoch"),
+            sweeper if isinstance(sweeper, str) else "",
+            quota,
+            records,
+            number(says, "told"),
         )
     except ValueError:
         return None
@@ -98,12 +111,12 @@ def read_json(path: str) -> dict[str, object] | None:
     """A JSON object; None if there is none.
 
     Raises:
-        OSError: the file system fails.
+        OSError: the file system fails; ESTALE as well, of a file that was replaced meanwhile.
     """
     try:
         says = json.loads(read_small_text(path))
     except OSError as error:
-        if error.errno in GONE or error.errno in (errno.ELOOP, errno.EINVAL, errno.EISDIR):
+        if error.errno in VANISHED or error.errno in (errno.ELOOP, errno.EINVAL, errno.EISDIR):
             return None  # not there, or no file
         raise
     except (ValueError, RecursionError):

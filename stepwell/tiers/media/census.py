@@ -1,16 +1,25 @@
-"""Looking through a pool's records, a folder at a time, following no link."""
+"""Looking through a pool's records, a folder at a time, following no link.
+
+What has no name as the pool's folders and records have is somebody else's, and not looked at. What
+fails is raised: a count that ended early would be taken for all that there is.
+"""
 
 import contextlib
 import heapq
 import os
+import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from stepwell.tiers.files import opened_folder
-from stepwell.tiers.media.books import GONE
+from stepwell.tiers.media.books import VANISHED
 
-__all__ = ["Oldest", "Seen", "directories", "folders", "prune", "records", "used_ns"]
+__all__ = ["Oldest", "Seen", "files", "prune", "record_folders", "records", "roots", "used_ns"]
+
+_ROOT = re.compile(r"[0-9a-f]{64}")
+_SPREAD = re.compile(r"[0-9a-f]{2}")
+_ENGINE_KEY = re.compile(r"(?:[0-9a-f]{2}){1,64}")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -35,37 +44,59 @@ def used_ns(status: os.stat_result) -> int:
     return max(status.st_atime_ns, status.st_mtime_ns)
 
 
-def folders(top: str, depth: int = 3) -> Iterator[str]:
-    """Directories ``depth`` levels below one, in order; links and what vanishes are left out.
+def roots(chunks: str) -> list[str]:
+    """The names of the roots in a pool, in order; each is a folder in ``chunks``.
+
+    Raises:
+        OSError: it cannot be read; FileNotFoundError as well, since a pool always has it.
+    """
+    return _directories(chunks, _ROOT)
+
+
+def record_folders(root: str) -> Iterator[str]:
+    """The paths of the folders that a root's records are in, in order; what vanishes is left out.
 
     Raises:
         OSError: one cannot be read.
     """
-    for name in directories(top):
-        path = f"{top}/{name}"
-        if depth == 1:
-            yield path
-        else:
-            yield from folders(path, depth - 1)
+    for name in _those_of(root):
+        path = f"{root}/{name}"
+        yield from (f"{path}/{below}" for below in _those_of(path))
 
 
-def directories(top: str) -> list[str]:
-    """Names of the directories in one, in order, links left out.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+def _those_of(top: str) -> list[str]:
     try:
-        with opened_folder(top) as fd, os.scandir(fd) as found:
-            return sorted(each.name for each in found if each.is_dir(follow_symlinks=False))
+        return _directories(top, _SPREAD)
     except OSError as error:
-        if error.errno in GONE:
+        if error.errno in VANISHED:
             return []
         raise
 
 
+def _directories(top: str, names: re.Pattern[str]) -> list[str]:
+    with opened_folder(top) as fd, os.scandir(fd) as found:
+        return sorted(
+            each.name
+            for each in found
+            if names.fullmatch(each.name) and each.is_dir(follow_symlinks=False)
+        )
+
+
 def records(folder: str) -> Iterator[Seen]:
-    """The files of one folder.
+    """The records of one folder; none if it vanishes.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return files(folder, _ENGINE_KEY)
+
+
+def files(folder: str, names: re.Pattern[str] | None = None) -> Iterator[Seen]:
+    """The files of one folder; none if it vanishes.
+
+    Args:
+        folder: its path.
+        names: that they must have; any if None.
 
     Raises:
         OSError: it cannot be read.
@@ -73,6 +104,8 @@ def records(folder: str) -> Iterator[Seen]:
     try:
         with opened_folder(folder) as fd, os.scandir(fd) as found:
             for each in found:
+                if names is not None and not names.fullmatch(each.name):
+                    continue
                 status = None
                 with contextlib.suppress(FileNotFoundError):
                     status = each.stat(follow_symlinks=False)
@@ -81,7 +114,7 @@ def records(folder: str) -> Iterator[Seen]:
                         used_ns(status), status.st_size, f"{folder}/{each.name}", status.st_mtime_ns
                     )
     except OSError as error:
-        if error.errno not in GONE:
+        if error.errno not in VANISHED:
             raise
 
 

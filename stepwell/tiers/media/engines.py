@@ -85,10 +85,15 @@ class Engines(Generic[E]):
         """Make one, to see whether that goes.
 
         Raises:
-            ConfigError, OSError: it does not. TierError: not in time.
+            ConfigError: it does not. TierError: not now, or not in time.
         """
-        with self._lanes.taken(0, within_s) as lane:
-            lane.call(lambda: self._renew(lane, 1), within_s)
+        try:
+            with self._lanes.taken(0, within_s) as lane:
+                lane.call(lambda: self._renew(lane, 1), within_s)
+        except OSError as error:  # of its memory above all, and not of the directory
+            raise TierError(
+                f"{self.name} cannot start: memory_bytes={_UNIT_BYTES} error={error}"
+            ) from error
 
     @contextlib.contextmanager
     def taken(self, size_bytes: int, within_s: float) -> Iterator[Taken[E]]:

@@ -13,9 +13,8 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import xxhash
 
@@ -24,10 +23,12 @@ from stepwell.core.record import record_bytes
 from stepwell.core.types import ChunkResult, Outcome, Reason
 from stepwell.errors import ConfigError, TierError
 from stepwell.settings import parse_duration, parse_size
+from stepwell.tiers.files import is_there
 from stepwell.tiers.media.base import Page, Record, Stats, Wanted
 from stepwell.tiers.media.books import GONE
-from stepwell.tiers.media.census import folders, prune, records
-from stepwell.tiers.media.movers import Mover, SystemCalls
+from stepwell.tiers.media.census import prune, record_folders, records
+from stepwell.tiers.media.marker import NO_LINKS, make_pool, read_pool_id
+from stepwell.tiers.media.movers import Mover, SystemCalls, in_time
 from stepwell.tiers.media.pool import Pool
 from stepwell.tiers.media.poolfiles import PoolFiles
 from stepwell.tiers.media.records import name_of, root_name
@@ -36,8 +37,6 @@ from stepwell.tiers.media.urls import MediumUrl
 from stepwell.tiers.outcomes import ALREADY_THERE, DONE, NO_ROOM, write_refusal
 
 __all__ = ["PARAMETERS", "FsMedium", "limits_of", "open_medium", "path_of"]
-
-T = TypeVar("T")
 
 PARAMETERS = ("capacity", "min_free", "ttl")
 """Of the URL of a directory."""
@@ -49,8 +48,19 @@ _AWAY = frozenset(
         errno.EHOSTUNREACH, errno.ECONNREFUSED, errno.ECONNABORTED, errno.ENODEV, errno.ENXIO,
     }
 )  # fmt: skip
-# What a file system without hard links says.
-_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+# What can be done about it where the system refuses; anything else is said as it is.
+_ANOTHER_USER = "all engines that share it run as one user, who can write there"
+_IS_FULL = "there is no room on its file system"
+_REMEDIES = {
+    errno.EACCES: _ANOTHER_USER,
+    errno.EPERM: _ANOTHER_USER,
+    errno.EROFS: "mount it so that it can be written to",
+    errno.ENOSPC: _IS_FULL,
+    errno.EDQUOT: _IS_FULL,
+    errno.ENOENT: "no pool lies there any more; is its file system mounted?",
+    errno.ENOTDIR: "something else is in the place of a directory",
+    errno.ELOOP: "something else is in the place of a directory",
+}
 _NO_SPACE = ChunkResult(Outcome.FULL, Reason.NO_SPACE)
 _MAKE_TRIES = 4
 
@@ -176,9 +186,10 @@ class FsMedium:
         what = error.strerror or str(error)
         if error.errno in _AWAY:
             return TierError(f"the directory fails: path={self.path} error={what}")
+        remedy = _REMEDIES.get(error.errno or 0)
         return ConfigError(
-            f"the directory cannot be used ({what}); it has to be mounted and writable for this "
-            f"user: path={error.filename or self.path}"
+            f"the directory cannot be used ({what}){f'; {remedy}' if remedy else ''}: "
+            f"path={error.filename or self.path}"
         )
 
     def prepare(self, *, make: bool) -> None:
@@ -192,8 +203,8 @@ class FsMedium:
             ConfigError: it is no pool, or none of this version. OSError: from the system.
         """
         if make:
-            self._files.make(self._limits.capacity_bytes)
-        self._files.pool_id()
+            make_pool(self.path, self._limits.capacity_bytes)
+        read_pool_id(self.path)
         self._files.make_folders()
         self._mover.check(self._files.temp)
         pool = Pool(self._files, self._limits)
@@ -206,7 +217,7 @@ class FsMedium:
 
     def exist(self, keys: Sequence[Key], within_s: float) -> list[bool]:
         """See `stepwell.tiers.media.base.Medium.exist`."""
-        return [self._exists(path) for path in self._in_time(map(self._path, keys), within_s)]
+        return [self._exists(path) for path in in_time(map(self._path, keys), self.path, within_s)]
 
     def _exists(self, path: str) -> bool:
         try:
@@ -227,8 +238,9 @@ class FsMedium:
         pool = self._ready(within_s)
         results = [NO_ROOM] * len(records)
         reserved: dict[int, int] = {}  # index -> bytes
+        charged: set[int] = set()
         try:
-            for idx, record in enumerate(self._in_time(records, within_s)):
+            for idx, record in enumerate(in_time(records, self.path, within_s)):
                 size_bytes = record_bytes(len(record.payload))
                 # Behind one that was refused nobody waits: what has room is to be written yet.
                 left_s = give_up_s - time.monotonic() if len(reserved) == idx else 0.0
@@ -237,11 +249,11 @@ class FsMedium:
                 elif pool.trouble:
                     raise TierError(f"the pool fails: path={self.path} error={pool.trouble}")
             if reserved:
-                self._write(records, list(reserved), results, give_up_s)
+                self._write(records, list(reserved), results, charged, give_up_s)
         finally:
             for idx, size_bytes in reserved.items():
-                result = results[idx]
-                pool.settle(size_bytes, written=result == DONE, refused=result == _NO_SPACE)
+                refused = results[idx] == _NO_SPACE
+                pool.settle(size_bytes, written=idx in charged, refused=refused)
         return results
 
     def _write(
@@ -249,46 +261,87 @@ class FsMedium:
         records: Sequence[Record],
         idxs: Sequence[int],
         results: list[ChunkResult],
+        charged: set[int],
         give_up_s: float,
     ) -> None:
-        """Write some of the records, and put what became of each in its place."""
+        """Write some of the records, and put what became of each in its place.
+
+        Args:
+            records: all.
+            idxs: of those to be written.
+            results: of all; changed.
+            charged: indexes of those that are there now, or may be; added to.
+            give_up_s: when, by the monotonic clock.
+        """
         before = f"{self._files.temp}/{self._ready(0.0).member_id}"
         temps = [f"{before}-{next(self._numbers)}" for _ in idxs]
         some = [records[idx] for idx in idxs]
-        written = self._mover.write(temps, some, give_up_s - time.monotonic())
         try:
+            written = self._mover.write(temps, some, give_up_s - time.monotonic())
             for idx, temp, result in zip(idxs, temps, written, strict=True):
-                path = self._path(records[idx].key)
-                try:
-                    results[idx] = self._publish(temp, path) if result == DONE else result
-                except OSError as error:
-                    results[idx] = write_refusal(error)
+                results[idx] = result
+                if result == DONE:
+                    charged.add(idx)  # whatever happens in between
+                    results[idx], may_be_there = self._publish(temp, self._path(records[idx].key))
+                    if not may_be_there:
+                        charged.remove(idx)
+        except TierError:
+            temps = []  # the mover removes them, and waits for nobody
+            raise
         finally:
             for temp in temps:
                 with contextlib.suppress(OSError):
                     os.unlink(temp)
 
-    def _publish(self, temp: str, path: str) -> ChunkResult:
-        """Give a whole record its name, unless there is one of that name."""
-        for _ in range(_MAKE_TRIES):  # a folder that was empty for long may vanish again
-            if not self._make_folder(path):
-                continue
+    def _publish(self, temp: str, path: str) -> tuple[ChunkResult, bool]:
+        """Give a whole record its name, unless there is one of that name.
+
+        Returns:
+            What became of it; and whether it may be there now, of this call's making. An answer
+            that was lost, as by a server that is slow, says nothing of what was done.
+        """
+        try:
+            for _ in range(_MAKE_TRIES):  # a folder that was empty for long may vanish again
+                if self._make_folder(path):
+                    try:
+                        return self._named(temp, path)
+                    except FileNotFoundError:
+                        continue
+        except OSError as error:
+            return write_refusal(error), False
+        return write_refusal(FileNotFoundError(errno.ENOENT, "", path)), False
+
+    def _named(self, temp: str, path: str) -> tuple[ChunkResult, bool]:
+        """See `_publish`.
+
+        Raises:
+            FileNotFoundError: the record's folder has vanished.
+        """
+        try:
             try:
                 os.link(temp, path)
             except FileExistsError:
                 # Said as well by an NFS server that is asked a second time, after it was done.
-                return DONE if os.lstat(temp).st_nlink > 1 else ALREADY_THERE
-            except FileNotFoundError:
-                continue
+                is_ours = os.lstat(temp).st_nlink > 1
+                return (DONE, True) if is_ours else (ALREADY_THERE, False)
             except OSError as error:
-                if error.errno not in _NO_LINKS:
+                if error.errno not in NO_LINKS:
                     raise
                 # Of two at once the second wins, and both are right.
-                if os.path.lexists(path):
-                    return ALREADY_THERE
-                os.rename(temp, path)
-            return DONE
-        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+                if is_there(path):
+                    return ALREADY_THERE, False
+                try:
+                    os.rename(temp, path)
+                except FileNotFoundError as error:
+                    if is_there(temp):
+                        raise
+                    return write_refusal(error), True  # it may have been done at the first asking
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            result = write_refusal(error)
+            return result, result != _NO_SPACE
+        return DONE, True
 
     def _make_folder(self, path: str) -> bool:
         """Make a record's folder where it is missing; but not `chunks`, which is the pool's.
@@ -309,14 +362,14 @@ class FsMedium:
                         errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder
                     ) from None
             except FileNotFoundError:
-                if not os.path.lexists(self._files.chunks):
+                if not is_there(self._files.chunks):
                     raise
                 return False
         return True
 
     def remove(self, keys: Sequence[Key], within_s: float) -> None:
         """See `stepwell.tiers.media.base.Medium.remove`."""
-        for path in self._in_time(map(self._path, keys), within_s):
+        for path in in_time(map(self._path, keys), self.path, within_s):
             try:
                 if self._files.is_inside(path):
                     os.unlink(path)
@@ -331,7 +384,7 @@ class FsMedium:
         A record of another user's is left as it is: its order of use is that of writing.
         """
         now_ns = self._ready(within_s).now_ns()
-        for path in self._in_time(map(self._path, keys), within_s):
+        for path in in_time(map(self._path, keys), self.path, within_s):
             try:
                 written_ns = os.lstat(path).st_mtime_ns
                 os.utime(path, ns=(now_ns, written_ns), follow_symlinks=False)
@@ -345,28 +398,23 @@ class FsMedium:
         What is written meanwhile may stay.
         """
         count = 0
-        top = f"{self._files.chunks}/{root_name(root)}"
         try:
-            if not stat.S_ISDIR(os.lstat(top).st_mode):
-                return 0
-            for folder in folders(top, 2):
+            for folder in record_folders(f"{self._files.chunks}/{root_name(root)}"):
                 for seen in records(folder):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(seen.path)
                         count += 1
                 prune(folder, 1 << 63)  # unless somebody writes to it
         except OSError as error:
-            if error.errno not in GONE:
-                raise self._failure("erase", error) from error
+            raise self._failure("erase", error) from error
         return count
 
     def keys(self, root: Root) -> Iterator[Key]:
         """See `stepwell.tiers.media.base.Medium.keys`."""
         try:
-            for folder in folders(f"{self._files.chunks}/{root_name(root)}", 2):
+            for folder in record_folders(f"{self._files.chunks}/{root_name(root)}"):
                 for seen in records(folder):
-                    with contextlib.suppress(ValueError):  # somebody else's
-                        yield make_key(root, bytes.fromhex(os.path.basename(seen.path)))
+                    yield make_key(root, bytes.fromhex(os.path.basename(seen.path)))
         except OSError as error:
             raise self._failure("list", error) from error
 
@@ -396,13 +444,6 @@ class FsMedium:
         root, name = name_of(key)
         spread = xxhash.xxh3_64_intdigest(key) & 0xFFFF
         return f"{self._files.chunks}/{root}/{spread >> 8:02x}/{spread & 0xFF:02x}/{name}"
-
-    def _in_time(self, each: Iterable[T], within_s: float) -> Iterator[T]:
-        give_up_s = time.monotonic() + within_s
-        for one in each:
-            if time.monotonic() > give_up_s:
-                raise TierError(f"the directory is slow: path={self.path} within_s={within_s}")
-            yield one
 
     def _failure(self, call: str, error: OSError) -> TierError:
         return TierError(f"{call} failed: path={self.path} error={error.strerror or error}")

@@ -25,10 +25,12 @@ class Kind:
         promises: see there.
         module: where its ``open_medium(url, timeout_s)`` is; "" for the disk tier, which is no
             medium.
-        needs: the package that it imports; "" if none. Of several, with " or " between them, one.
-        extra: what to install for that.
+        needs: the packages that it imports; of those with " or " between them, one.
+        extra: of ours, which brings them.
+        install: the command that does so; that for the extra if "".
         ways: how it may move bytes, each with the package that this takes: the first that can be
             imported is used.
+        is_pool: whether it is a directory that `stepwell.tiers.media.fs` keeps.
     """
 
     name: str
@@ -37,14 +39,26 @@ class Kind:
     words: str
     promises: Promises
     module: str = ""
-    needs: str = ""
+    needs: tuple[str, ...] = ()
     extra: str = ""
+    install: str = ""
     ways: tuple[tuple[str, str], ...] = ()
+    is_pool: bool = False
 
     @property
     def installed(self) -> bool:
         """Whether what it needs can be imported."""
-        return not self.needs or any(map(_is_there, self.needs.split(" or ")))
+        return not self.missing
+
+    @property
+    def missing(self) -> list[str]:
+        """Of what it needs, what cannot be imported."""
+        return [need for need in self.needs if not any(map(_is_there, need.split(" or ")))]
+
+    @property
+    def install_command(self) -> str:
+        """What brings it all."""
+        return self.install or f"pip install 'stepwell[{self.extra}]'"
 
     @property
     def way(self) -> str:
@@ -58,6 +72,8 @@ def _is_there(package: str) -> bool:
 
 # The package has another name for each version of CUDA.
 _NIXL = "nixl_cu12 or nixl_cu13 or nixl"
+# It asks for torch with CUDA, which it does not need for this.
+_INSTALL_NIXL = "pip install --no-deps nixl-cu12"
 
 _OBJECTS = "stepwell.tiers.media.objects"
 
@@ -76,6 +92,7 @@ KINDS: tuple[Kind, ...] = (
         "a directory that several hosts have mounted: NFS, Lustre, an array, 3FS by FUSE",
         Promises(durable=True, shared=True, expires=True, evicts="stepwell"),
         "stepwell.tiers.media.fs",
+        is_pool=True,
     ),
     Kind(
         "redis",
@@ -84,7 +101,7 @@ KINDS: tuple[Kind, ...] = (
         "Redis or Valkey, one server or a cluster; rediss:// over TLS",
         Promises(durable=False, shared=True, expires=True, evicts="server"),
         "stepwell.tiers.media.redis",
-        "redis",
+        ("redis",),
         "redis",
     ),
     Kind(
@@ -94,7 +111,7 @@ KINDS: tuple[Kind, ...] = (
         "S3, and with ?endpoint=https://host whatever speaks like it; a lifecycle rule empties it",
         Promises(durable=True, shared=True, expires=False, evicts="nobody"),
         _OBJECTS,
-        "obstore",
+        ("obstore",),
         "s3",
     ),
     Kind(
@@ -104,7 +121,7 @@ KINDS: tuple[Kind, ...] = (
         "Google Cloud Storage; a lifecycle rule of the bucket empties it",
         Promises(durable=True, shared=True, expires=False, evicts="nobody"),
         _OBJECTS,
-        "obstore",
+        ("obstore",),
         "s3",
     ),
     Kind(
@@ -114,7 +131,7 @@ KINDS: tuple[Kind, ...] = (
         "Azure Blob Storage; a lifecycle rule of the account empties it",
         Promises(durable=True, shared=True, expires=False, evicts="nobody"),
         _OBJECTS,
-        "obstore",
+        ("obstore",),
         "s3",
     ),
     Kind(
@@ -124,7 +141,7 @@ KINDS: tuple[Kind, ...] = (
         "Mooncake Store: memory of its nodes, over TCP or RDMA",
         Promises(durable=False, shared=True, expires=False, evicts="server"),
         "stepwell.tiers.media.mooncake",
-        "mooncake",
+        ("mooncake",),
         "mooncake",
     ),
     Kind(
@@ -134,8 +151,10 @@ KINDS: tuple[Kind, ...] = (
         "a directory as with fs://, its bytes moved by NIXL; * is another plugin for files",
         Promises(durable=True, shared=True, expires=True, evicts="stepwell"),
         "stepwell.tiers.media.nixl",
-        _NIXL,
+        (_NIXL,),
         "nixl",
+        _INSTALL_NIXL,
+        is_pool=True,
     ),
     Kind(
         "nixl-obj",
@@ -144,8 +163,9 @@ KINDS: tuple[Kind, ...] = (
         "a bucket as with s3://, its bytes moved by NIXL",
         Promises(durable=True, shared=True, expires=False, evicts="nobody"),
         "stepwell.tiers.media.nixl",
-        _NIXL,
-        "nixl",
+        (_NIXL, "obstore"),
+        "nixl-obj",
+        f"pip install 'stepwell[s3]' && {_INSTALL_NIXL}",
     ),
     Kind(
         "3fs",
@@ -155,6 +175,7 @@ KINDS: tuple[Kind, ...] = (
         Promises(durable=True, shared=True, expires=True, evicts="stepwell"),
         "stepwell.tiers.media.threefs",
         ways=(("hf3fs_fuse", "by USRBIO"), ("", "by FUSE")),
+        is_pool=True,
     ),
 )
 
@@ -194,8 +215,8 @@ def open_medium(url: MediumUrl, timeout_s: float) -> Medium:
         raise ConfigError(f"the disk tier is given by a path: url={url.shown}")
     if not kind.installed:
         raise ConfigError(
-            f"{url.scheme}:// needs the package {kind.needs}; install it with "
-            f"pip install 'stepwell[{kind.extra}]': url={url.shown}"
+            f"{url.scheme}:// needs the package {' and '.join(kind.missing)}; install it with "
+            f"{kind.install_command}: url={url.shown}"
         )
     opens: Callable[[MediumUrl, float], Medium] = importlib.import_module(kind.module).open_medium
     return opens(url, timeout_s)

@@ -28,7 +28,7 @@ class Lane:
 
     def __init__(self, name: str, on_idle: Callable[["Lane"], None]) -> None:
         self.memory = memoryview(b"")
-        """At least as long as was asked for; page-aligned."""
+        """At least as long as was asked for; page-aligned. Whoever sets it to nothing keeps it."""
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._on_idle = on_idle
         self._lock = threading.Lock()
@@ -133,8 +133,8 @@ class Lanes:
             within_s: how long to wait for one.
 
         Raises:
-            TierError: all lanes are in calls, which may be late ones. ClosedError: `close` was
-                called. OSError: there is not so much memory.
+            TierError: all lanes are in calls, which may be late ones; or there is no thread for
+                one. ClosedError: `close` was called. OSError: there is not so much memory.
         """
         lane = self._take(within_s)
         try:
@@ -175,7 +175,10 @@ class Lanes:
                     lane = self._idle.pop()
                     break
                 if self._made < self._count:
-                    lane = Lane(f"{self._name}-{self._made}", self._take_back)
+                    try:
+                        lane = Lane(f"{self._name}-{self._made}", self._take_back)
+                    except RuntimeError as error:
+                        raise TierError(f"there is no thread for a call: error={error}") from error
                     self._made += 1
                     break
                 left_s = give_up_s - time.monotonic()

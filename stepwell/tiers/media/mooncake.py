@@ -12,21 +12,25 @@ from typing import Any
 import numpy as np
 
 from stepwell.core.keys import Key, Root
-from stepwell.core.record import HEADER_BYTES
+from stepwell.core.record import HEADER_BYTES, pad_to_page
 from stepwell.core.types import ChunkResult, Outcome, Reason
-from stepwell.errors import TierError
+from stepwell.errors import ConfigError, TierError
 from stepwell.tiers.media.base import Page, Record, Stats, Wanted
 from stepwell.tiers.media.mooncake_client import Connection, Turn
-from stepwell.tiers.media.mooncake_setup import connect, load_library, target_of
-from stepwell.tiers.media.records import ABSENT, name_of, root_name, split
+from stepwell.tiers.media.mooncake_setup import (
+    check_devices,
+    connect,
+    load_library,
+    may_close,
+    target_of,
+)
+from stepwell.tiers.media.records import ABSENT, LAYOUT, name_of, root_name, split
 from stepwell.tiers.media.urls import MediumUrl
 from stepwell.tiers.outcomes import ALREADY_THERE, DONE, NO_ROOM
 
 __all__ = ["MooncakeMedium", "open_medium"]
 
 logger = logging.getLogger(__name__)
-
-_PAGE_BYTES = 4096
 
 # The library's codes (mooncake-store/include/types.h).
 _NO_ROOM = frozenset({-200, -1700})  # no space in any segment, the tenant's quota is used up
@@ -35,12 +39,13 @@ _NOT_THERE = frozenset({-703, -704})  # not written to its end, not found
 _NO_ANSWER = frozenset({-900, -901})
 
 _FAILED = ChunkResult(Outcome.FAILED, Reason.IO_ERROR)
-_LAYOUT = ChunkResult(Outcome.MISS, Reason.LAYOUT)
 # Somebody has begun to write it. If he died, the master gives the name free after half a minute.
 _TAKEN = ChunkResult(Outcome.FULL, Reason.DEADLINE)
 
-# A full pool evicts while it refuses, and others finish what they write: for so long we try again.
+# A full pool evicts while it refuses, and others finish what they write: for so long we try again,
+# and for no more than a part of the patience with the other side, since it does answer.
 _ROOM_WITHIN_S = 2.0
+_ROOM_PART = 0.25
 _ROOM_AGAIN_S = 0.05
 _ERASE_WITHIN_S = 60.0
 # Over TCP more at once are no faster, and cost more CPU (docs/MOONCAKE.md).
@@ -71,13 +76,15 @@ def open_medium(url: MediumUrl, timeout_s: float) -> "MooncakeMedium":
     library = load_library(url, timeout_s)
     connection = Connection(
         lambda: connect(library, target, timeout_s),
-        # With etcd a client that is closed may wait half a minute, and lets nobody else run.
-        closes=not target.ha,
+        may_close=lambda: may_close(target, timeout_s),
     )
     config = library.ReplicateConfig()
     config.replica_num = target.replicas
     transfers = _TRANSFERS[target.protocol]
-    return MooncakeMedium(connection, target.prefix, url.shown, timeout_s, config, transfers)
+    return MooncakeMedium(
+        connection, target.prefix, url.shown, timeout_s, config, transfers,
+        lambda: check_devices(target),
+    )  # fmt: skip
 
 
 class MooncakeMedium:
@@ -91,9 +98,10 @@ class MooncakeMedium:
         connection: to the library.
         prefix: of all names.
         shown: the URL, for messages.
-        timeout_s: for what nobody else limits.
+        timeout_s: for what nobody else limits; a write that waits for room takes a quarter of it.
         config: how objects are put, of the library.
         transfers: that run at once.
+        check_machine: raises ConfigError where this machine lacks something.
 
     Attributes:
         num_short: records written that have fewer replicas than were asked for.
@@ -107,6 +115,7 @@ class MooncakeMedium:
         timeout_s: float,
         config: Any,
         transfers: int = 2,
+        check_machine: Callable[[], None] = lambda: None,
     ) -> None:
         self._connection = connection
         self._prefix = prefix
@@ -114,10 +123,15 @@ class MooncakeMedium:
         self._timeout_s = timeout_s
         self._config = config
         self._transfers = threading.BoundedSemaphore(transfers)
+        self._check_machine = check_machine
         self.num_short = 0
 
     def check(self) -> None:
         """See `stepwell.tiers.media.base.Medium.check`."""
+        try:
+            self._check_machine()
+        except ConfigError as error:
+            raise ConfigError(f"{error} url={self._shown}") from error
         name = f"{self._prefix}/check"
         with self._turn("check", 0, self._timeout_s) as turn:
             _asked(turn, [name])
@@ -157,7 +171,8 @@ class MooncakeMedium:
             for idx in new:
                 _fill(turn.memory[begins[idx] : begins[idx] + sizes[idx]], records[idx])
             places = [turn.address + begin for begin in begins]
-            give_up_s = time.monotonic() + min(_ROOM_WITHIN_S, turn.left_s / 2)
+            room_within_s = min(_ROOM_WITHIN_S, self._timeout_s * _ROOM_PART, turn.left_s / 2)
+            give_up_s = time.monotonic() + room_within_s
             left = new
             while left:
                 self._put(turn, names, places, sizes, left, results)
@@ -271,6 +286,9 @@ class MooncakeMedium:
         for idx, count in zip(idxs, counts, strict=True):
             if count == 0:
                 results[idx] = _TAKEN
+            elif count < 0:  # it may be there, or not: nobody knows
+                results[idx] = _FAILED
+        self._log("lookup", counts)
         short = [count for count in counts if 0 < count < asked_for]
         if short and not self.num_short:
             logger.warning(
@@ -304,7 +322,7 @@ def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
     end = 0
     for size in sizes:
         begins.append(end)
-        end += -(-size // _PAGE_BYTES) * _PAGE_BYTES
+        end += pad_to_page(size)
     return begins, end
 
 
@@ -324,7 +342,7 @@ def _read(memory: memoryview, length: int, wanted: Wanted) -> Page | ChunkResult
     if length < 0:
         return _FAILED
     if length > len(memory):
-        return _LAYOUT
+        return LAYOUT
     if length < len(memory):
         return split(memory[:length], wanted.payload)  # says what is wrong with it
     _copy(memory[HEADER_BYTES:], wanted.payload)

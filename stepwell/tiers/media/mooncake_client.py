@@ -15,6 +15,7 @@ from typing import Any
 
 from stepwell.errors import ClosedError, TierError
 from stepwell.tiers.media.lanes import Lane, Lanes
+from stepwell.tiers.media.mooncake_left import check_room, leave, take_back
 
 __all__ = ["Connection", "Turn"]
 
@@ -31,9 +32,11 @@ _PATIENCE_S = 15.0
 _MAX_PATIENCE_S = 240.0
 # What neither master nor nodes answered, or what a client says that has lost them.
 _BAD_CODES = frozenset({-103, -601, -800, -900, -901})
-
-# Clients that could not be closed. Their end would close them, and hold up the interpreter.
-_left: list[Any] = []
+# A transfer that failed. The library gives it up after its time limit without ending it: bytes may
+# still come.
+_UNSETTLED = -800
+# Pieces of memory that a client may have lost in that way: as many as it has in use.
+_MAX_LOST = _LANES
 
 
 class _Session:
@@ -45,6 +48,14 @@ class _Session:
         self._lock = threading.Lock()
         self._registered: dict[Lane, memoryview] = {}
         self._dropped: list[memoryview] = []
+        # To which somebody may write until the client is closed.
+        self._lost: list[memoryview] = []
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether so much memory is lost to it that it is to be replaced."""
+        with self._lock:
+            return len(self._lost) >= _MAX_LOST
 
     def run(self, lane: Lane, work: Callable[[Any], Sequence[int]]) -> Sequence[int]:
         """On the lane's thread: registering may take a round trip as well."""
@@ -58,14 +69,22 @@ class _Session:
                 raise TierError(f"memory is not registered: code={code} bytes={len(memory)}")
             with self._lock:
                 self._registered[lane] = memory
-        return work(self.client)
+        codes = work(self.client)
+        if _UNSETTLED in codes:
+            self._lose(lane)
+        return codes
 
-    def close(self, within_s: float, *, client: bool) -> bool:
-        """End the lanes when no call runs, and the client if asked; returns whether both ended."""
-        if not self.lanes.close(within_s) or not client:
-            return False
-        self.client.close()
-        return True
+    def give_back_memory(self) -> None:
+        """All but what is lost; the lanes have ended, and the client is not closed."""
+        self._unregister_dropped()
+
+    def _lose(self, lane: Lane) -> None:
+        """The lane's memory is nobody's from now on; on its thread, so also after a late call."""
+        with self._lock:
+            memory = self._registered.pop(lane, None)
+            if memory is not None:
+                self._lost.append(memory)
+        lane.memory = memoryview(b"")
 
     def _drop(self, memory: memoryview) -> None:
         # It is kept until it is registered no more.
@@ -77,7 +96,11 @@ class _Session:
             dropped, self._dropped = self._dropped, []
             gone = [each for each in dropped if self._forget(each)]
         for memory in gone:
-            self.client.unregister_buffer(_address(memory))
+            code = self.client.unregister_buffer(_address(memory))
+            if code:
+                logger.warning("memory stays registered: code=%d bytes=%d", code, len(memory))
+                with self._lock:
+                    self._lost.append(memory)
 
     def _forget(self, memory: memoryview) -> bool:
         for lane, registered in self._registered.items():
@@ -132,16 +155,24 @@ class Connection:
 
     Args:
         connect: makes a client, or raises TierError.
-        closes: whether closing a client is quick; else it is left to the end of the process.
+        may_close: whether closing a client is quick now; else it is left until it is, or until
+            the process ends. May block.
         patience_s: for how long calls have to fail, one after the other, until a new client is
             tried; twice as long each time.
+        late_s: how often it is looked whether a client that was left may be closed now.
     """
 
     def __init__(
-        self, connect: Callable[[], Any], *, closes: bool = True, patience_s: float = _PATIENCE_S
+        self,
+        connect: Callable[[], Any],
+        *,
+        may_close: Callable[[], bool] = lambda: True,
+        patience_s: float = _PATIENCE_S,
+        late_s: float = _LATE_S,
     ) -> None:
         self._connect = connect
-        self._closes = closes
+        self._may_close = may_close
+        self._late_s = late_s
         self._changed = threading.Condition()
         self._session: _Session | None = None
         self._connecting = False
@@ -157,10 +188,18 @@ class Connection:
         """A turn with so much memory.
 
         Raises:
-            TierError: there is no client, all of its calls are late, or it is closed.
+            TierError: there is no client, all of its calls are late, or it is closed; or too much
+                memory was lost to failed transfers, and it has to be replaced first.
         """
         give_up_s = time.monotonic() + within_s
         session = self._ready(give_up_s)
+        if size_bytes and session.is_spent:
+            with self._changed:
+                if session is self._session:
+                    self._connect_soon()
+            raise TierError(
+                f"too many transfers have failed; a new client is made: lost={_MAX_LOST}"
+            )
         with contextlib.ExitStack() as stack:
             try:
                 left_s = give_up_s - time.monotonic()
@@ -178,11 +217,16 @@ class Connection:
             self._changed.notify_all()
             session, self._session = self._session, None
         if session is not None:
+            over = threading.Event()
             closing = threading.Thread(
-                target=self._retire, args=(session, _CLOSE_WITHIN_S), daemon=True
+                target=self._retire, args=(session, _CLOSE_WITHIN_S, over.set), daemon=True
             )
-            closing.start()
-            closing.join(2 * _CLOSE_WITHIN_S)
+            try:
+                closing.start()
+            except RuntimeError:  # there are no more threads
+                leave(session)
+                return
+            over.wait(2 * _CLOSE_WITHIN_S)
 
     def _ready(self, give_up_s: float) -> _Session:
         with self._changed:
@@ -223,12 +267,19 @@ class Connection:
         if self._connecting or self._closed or now_s < self._again_at_s:
             return
         self._connecting = True
-        threading.Thread(target=self._make, name="stepwell-mooncake-connect", daemon=True).start()
+        making = threading.Thread(target=self._make, name="stepwell-mooncake-connect", daemon=True)
+        try:
+            making.start()
+        except RuntimeError as error:
+            self._connecting = False
+            self._error = TierError(f"there is no thread to connect on: error={error}")
+            self._again_at_s = now_s + _AGAIN_S
 
     def _make(self) -> None:
         session: _Session | None = None
         error: TierError | None = None
         try:
+            check_room()
             session = _Session(self._connect())
         except TierError as failed:
             error = failed
@@ -245,11 +296,32 @@ class Connection:
                 self._bad_in_a_row = 0
             self._changed.notify_all()
         if old is not None:
-            self._retire(old, _LATE_S)
+            self._retire(old, self._late_s)
 
-    def _retire(self, session: _Session, within_s: float) -> None:
-        if not session.close(within_s, client=self._closes):
-            _left.append(session)
+    def _retire(
+        self, session: _Session, within_s: float, on_over: Callable[[], None] = lambda: None
+    ) -> None:
+        """Close it, or leave it until that may be done; on a thread that waits for this.
+
+        Args:
+            session: nobody's any more.
+            within_s: for its calls to end.
+            on_over: called when it is closed or left.
+        """
+        ended = session.lanes.close(within_s)
+        if ended and self._may_close():
+            session.client.close()
+            on_over()
+            return
+        leave(session)
+        on_over()
+        while not ended:
+            ended = session.lanes.close(self._late_s)
+        session.give_back_memory()
+        while not self._may_close():
+            time.sleep(self._late_s)
+        session.client.close()
+        take_back(session)
 
 
 def _address(memory: memoryview) -> int:

@@ -6,15 +6,16 @@ import math
 import os
 import re
 import socket
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stepwell.errors import ConfigError, TierError
+from stepwell.tiers.media.mooncake_left import leave
+from stepwell.tiers.media.mooncake_reach import answers, reachable, shown_address, words_of
 from stepwell.tiers.media.urls import MediumUrl
 
-__all__ = ["Target", "connect", "load_library", "target_of"]
+__all__ = ["Target", "check_devices", "connect", "load_library", "may_close", "target_of"]
 
 _PARAMETERS = (
     "devices", "ha", "host", "metadata", "more", "prefix", "protocol", "replicas", "tenant",
@@ -55,7 +56,7 @@ class Target:
     @property
     def master(self) -> str:
         """As the library wants it."""
-        listed = ";".join(_shown(host, port) for host, port in self.addresses)
+        listed = ";".join(shown_address(host, port) for host, port in self.addresses)
         return f"etcd://{listed}" if self.ha else listed
 
 
@@ -72,7 +73,7 @@ def target_of(url: MediumUrl) -> Target:
     """What a URL says.
 
     Raises:
-        ConfigError: something that makes no sense, or that this machine does not have.
+        ConfigError: something that makes no sense.
     """
     url.check_parameters(_PARAMETERS)
     if not url.host or url.path.strip("/"):
@@ -130,14 +131,6 @@ def _devices(url: MediumUrl, protocol: str) -> str:
             f"devices are such as mlx5_0,mlx5_1, and for protocol=rdma: url={url.shown} "
             f"devices={devices!r}"
         )
-    if protocol == "rdma":
-        there = sorted(os.listdir(_RDMA_DEVICES)) if _RDMA_DEVICES.is_dir() else []
-        missing = sorted(set(filter(None, devices.split(","))) - set(there))
-        if not there or missing:
-            raise ConfigError(
-                f"this machine has no such RDMA device; name one that it has, or write "
-                f"protocol=tcp: url={url.shown} devices={devices!r} there={','.join(there)!r}"
-            )
     return devices
 
 
@@ -152,6 +145,7 @@ def load_library(url: MediumUrl, timeout_s: float) -> Any:
         "MC_RPC_TIMEOUT_MS": patience_s * 1000,
         "MC_RPC_CONNECT_TIMEOUT_MS": patience_s * 1000,
         "MC_TCP_STATUS_TIMEOUT_SEC": patience_s,
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": patience_s,  # a node that stops within a payload
         # Of clients that cannot be set up: they are tried again here.
         "MC_STORE_CLIENT_SETUP_RETRIES": 1,
         "MC_STORE_CLIENT_METRIC": 0,
@@ -163,7 +157,7 @@ def load_library(url: MediumUrl, timeout_s: float) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"the library of Mooncake cannot be loaded; it needs libibverbs1, libnuma1 and "
-            f"libcurl4 of the system: url={url.shown} error={_words(error)}"
+            f"libcurl4 of the system: url={url.shown} error={words_of(error)}"
         ) from error
 
 
@@ -173,7 +167,12 @@ def connect(library: Any, target: Target, timeout_s: float) -> Any:
     Raises:
         TierError: it cannot be.
     """
-    host, port = _reachable(target, timeout_s)
+    try:
+        check_devices(target)
+    except ConfigError as error:
+        raise TierError(str(error)) from error
+    # Setting it up would wait for the master, with the interpreter's lock.
+    host, port = reachable(target.addresses, target.ha, timeout_s)
     client = library.MooncakeDistributedStore()
     # Without a port the library finds one that is free, and keeps it: no two clients are the same.
     code = client.setup(
@@ -181,7 +180,10 @@ def connect(library: Any, target: Target, timeout_s: float) -> Any:
         target.protocol, target.devices, target.master, tenant_id=target.tenant,
     )  # fmt: skip
     if code:
-        client.close()
+        if may_close(target, timeout_s):
+            client.close()
+        else:
+            leave(client)
         raise TierError(
             f"Mooncake takes no client; is the master of the same version, {_version()}, and "
             f"metadata the same as its nodes have? master={target.master} "
@@ -190,26 +192,27 @@ def connect(library: Any, target: Target, timeout_s: float) -> Any:
     return client
 
 
-def _reachable(target: Target, timeout_s: float) -> tuple[str, int]:
-    """An address that answers as it should.
+def may_close(target: Target, timeout_s: float) -> bool:
+    """Whether closing a client now is quick; else nobody runs while it waits for the master."""
+    # With etcd it may wait half a minute, whoever answers.
+    return not target.ha and answers(target.addresses, target.ha, timeout_s)
 
-    Setting up a client would wait for it, with the interpreter's lock.
+
+def check_devices(target: Target) -> None:
+    """Whether this machine has them.
+
+    Raises:
+        ConfigError: it has not.
     """
-    what = "etcd" if target.ha else "mooncake_master"
-    failures = []
-    for host, port in target.addresses:
-        try:
-            answer = _ask(host, port, timeout_s / len(target.addresses))
-        except OSError as error:
-            failures.append(f"{_shown(host, port)} {_words(error)}")
-            continue
-        # Etcd is a web server. A master hangs up on what is none of its requests.
-        if answer == (b"HTTP" if target.ha else b""):
-            return host, port
-        failures.append(
-            f"{_shown(host, port)} somebody else is there; a master's address has its --rpc_port"
+    if target.protocol != "rdma":
+        return
+    there = sorted(os.listdir(_RDMA_DEVICES)) if _RDMA_DEVICES.is_dir() else []
+    missing = sorted(set(filter(None, target.devices.split(","))) - set(there))
+    if not there or missing:
+        raise ConfigError(
+            f"this machine has no such RDMA device; name one that it has, or write protocol=tcp: "
+            f"devices={target.devices!r} there={','.join(there)!r}"
         )
-    raise TierError(f"{what} does not answer; is it running there? {'; '.join(failures)}")
 
 
 def _own_address(host: str, port: int) -> str:
@@ -221,10 +224,6 @@ def _own_address(host: str, port: int) -> str:
         return own
 
 
-def _shown(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _version() -> str:
     for name in ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"):
         try:
@@ -232,23 +231,3 @@ def _version() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return "unknown"
-
-
-def _ask(host: str, port: int, within_s: float) -> bytes:
-    """Ask somebody for his version, and wait until he says anything, or hangs up.
-
-    Raises:
-        OSError: he does neither.
-    """
-    give_up_s = time.monotonic() + within_s
-    with socket.create_connection((host, port), within_s) as connection:
-        connection.settimeout(max(0.01, give_up_s - time.monotonic()))
-        connection.sendall(b"GET /version HTTP/1.0\r\n\r\n")
-        try:
-            return connection.recv(4)
-        except ConnectionResetError:
-            return b""
-
-
-def _words(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -29,7 +29,7 @@ from stepwell.tiers.media.engines import (
 from stepwell.tiers.media.records import TRUNCATED
 from stepwell.tiers.outcomes import DONE, write_refusal
 
-__all__ = ["EngineMover", "FileEngine", "Mover", "Piece", "SystemCalls"]
+__all__ = ["EngineMover", "FileEngine", "Mover", "Piece", "SystemCalls", "in_time"]
 
 T = TypeVar("T")
 
@@ -100,9 +100,11 @@ class SystemCalls:
 
     def __init__(self) -> None:
         self._direct = False
+        self._folder = ""
 
     def check(self, folder: str) -> None:
         """See `Mover.check`."""
+        self._folder = folder
         self._direct = probe_direct(folder)
 
     def read(
@@ -110,7 +112,8 @@ class SystemCalls:
     ) -> list[Page | ChunkResult]:
         """See `Mover.read`."""
         each = zip(paths, payloads, strict=True)
-        return [self._read(path, payload) for path, payload in _in_time(each, within_s)]
+        some = in_time(each, self._folder, within_s)
+        return [self._read(path, payload) for path, payload in some]
 
     def _read(self, path: str, payload: memoryview) -> Page | ChunkResult:
         try:
@@ -130,8 +133,9 @@ class SystemCalls:
         """See `Mover.write`."""
         each = zip(paths, records, strict=True)
         try:
-            return [self._write(path, record) for path, record in _in_time(each, within_s)]
-        except TierError:
+            some = in_time(each, self._folder, within_s)
+            return [self._write(path, record) for path, record in some]
+        except BaseException:  # counted by whoever wanted this
             _remove(paths)
             raise
 
@@ -150,11 +154,21 @@ class SystemCalls:
         """See `Mover.close`."""
 
 
-def _in_time(each: Iterable[T], within_s: float) -> Iterator[T]:
+def in_time(each: Iterable[T], path: str | os.PathLike[str], within_s: float) -> Iterator[T]:
+    """One after the other, as long as there is time.
+
+    Args:
+        each: of them.
+        path: that the message names.
+        within_s: from the first on.
+
+    Raises:
+        TierError: there is none left.
+    """
     give_up_s = time.monotonic() + within_s
     for one in each:
         if time.monotonic() > give_up_s:
-            raise TierError(f"the directory is slow: within_s={within_s}")
+            raise TierError(f"the directory is slow: path={path} within_s={within_s}")
         yield one
 
 
@@ -256,8 +270,8 @@ class EngineMover:
         for some in _groups(len(paths)):
             try:
                 results += self._write(paths[some], records[some], give_up_s - time.monotonic())
-            except TierError:
-                # Those of this group are removed on the thread that is late.
+            except BaseException:  # counted by whoever wanted this
+                # Those of this group are removed there.
                 _remove(paths[: some.start])
                 raise
         return results
@@ -266,15 +280,18 @@ class EngineMover:
         self, paths: Sequence[str], records: Sequence[Record], within_s: float
     ) -> list[ChunkResult]:
         sizes = [record_bytes(len(record.payload)) for record in records]
-        given_up = threading.Event()
+        # Taken by the first of two: the thread when it has ended, and whoever gives up. The second
+        # removes the files, since nobody uses them and nobody else writes to them any more.
+        first = threading.Lock()
         with self._engines.taken(sum(sizes), within_s) as taken:
             engine = taken.engine
             for offset, size, record in zip(offsets_of(sizes), sizes, records, strict=True):
                 lay_out(engine.memory[offset : offset + size], record)
             try:
-                counts = taken.run(lambda: self._to_files(engine, paths, sizes, given_up))
+                counts = taken.run(lambda: self._to_files(engine, paths, sizes, first))
             except BaseException:  # counted by whoever wanted this
-                given_up.set()
+                if not first.acquire(blocking=False):
+                    _remove(paths)
                 raise
         return [write_refusal(OSError(-count, "")) if count < 0 else DONE for count in counts]
 
@@ -308,7 +325,7 @@ class EngineMover:
         engine: FileEngine,
         paths: Sequence[str],
         sizes: Sequence[int],
-        given_up: threading.Event,
+        first: threading.Lock,
     ) -> list[int]:
         fds: dict[int, int] = {}
 
@@ -322,7 +339,7 @@ class EngineMover:
         finally:
             for idx, fd in fds.items():
                 counts[idx] = _closed(fd, counts[idx], sizes[idx])
-            if given_up.is_set():
+            if not first.acquire(blocking=False):
                 _remove(paths)
         return counts
 

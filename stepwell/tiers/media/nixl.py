@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import itertools
 import logging
+import mmap
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -30,8 +31,9 @@ __all__ = ["Agent", "FileTransfers", "Plugin", "open_medium", "plugin_of"]
 logger = logging.getLogger(__name__)
 
 _PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
-_APIS = {"uring": "use_uring", "aio": "use_aio", "posix_aio": "use_posix_aio"}
-_DEFAULT_API = "uring"
+# The better first. Both hold on to a file from when a transfer begins. POSIX AIO, which NIXL has as
+# well, knows a file by its number alone: the rest of a transfer that failed could go to another.
+_APIS = {"uring": "use_uring", "aio": "use_aio"}
 _NETWORKS = frozenset({"UCX", "LIBFABRIC", "GPUNETIO", "UCCL", "MOONCAKE"})  # not even to be loaded
 _numbers = itertools.count()
 _POLL_FIRST_S, _POLL_LONGEST_S = 5e-5, 1e-3
@@ -58,7 +60,7 @@ def open_medium(url: MediumUrl, timeout_s: float) -> Medium:
     What follows the + is the name of a plugin, with - for _: of those that serve files the URL is
     that of a directory (`stepwell.tiers.media.fs`), of those that serve objects that of a
     bucket (`stepwell.tiers.media.nixl_objects`). ``posix`` has the parameter ``api`` as well:
-    ``uring``, ``aio`` or ``posix_aio``.
+    ``uring`` or ``aio``; without it the first of them that starts is taken.
 
     Args:
         url: see above.
@@ -80,10 +82,7 @@ def open_medium(url: MediumUrl, timeout_s: float) -> Medium:
     url.check_parameters((*PARAMETERS, "api") if name == "POSIX" else PARAMETERS)
     path, limits = path_of(url), limits_of(url)
     if name == "POSIX":
-        api = url.parameters.get("api", _DEFAULT_API)
-        if api not in _APIS:
-            raise ConfigError(f"api is one of {','.join(_APIS)}: url={url.shown} api={api!r}")
-        plugin = Plugin(name, {_APIS[api]: "true"})
+        plugin = _posix(url)
     given_up: list[Agent] = []
     mover = EngineMover(
         "nixl", lambda size_bytes: FileTransfers(plugin, size_bytes, given_up), direct=True
@@ -91,12 +90,38 @@ def open_medium(url: MediumUrl, timeout_s: float) -> Medium:
     return FsMedium(path, limits, timeout_s, mover)
 
 
+def _posix(url: MediumUrl) -> Plugin:
+    """The plugin for files with the system's interface that the URL names, or one that starts."""
+    wanted = url.parameters.get("api", "")
+    if wanted and wanted not in _APIS:
+        raise ConfigError(f"api is one of {','.join(_APIS)}: url={url.shown} api={wanted!r}")
+    refused: list[str] = []
+    for api in [wanted] if wanted else _APIS:
+        plugin = Plugin("POSIX", {_APIS[api]: "true"})
+        try:
+            Agent(plugin, aligned_memory(mmap.PAGESIZE))
+        except ConfigError as error:
+            refused.append(f"api={api} error={error}")
+            continue
+        if refused:
+            logger.warning("NIXL by api=%s: url=%s refused: %s", api, url.shown, refused[0])
+        return plugin
+    raise ConfigError(
+        f"the system does not let NIXL use this (io_uring is often forbidden to containers): "
+        f"url={url.shown} {' '.join(refused)}"
+    )
+
+
 def plugin_of(name: str, shown: str) -> tuple[Plugin, Collection[str]]:
     """A plugin by its name, and the kinds of memory that it moves: "FILE", "OBJ" and others.
 
     Raises:
-        ConfigError: there is none, or it does not load.
+        ConfigError: there is none, it does not load, or it is one for networks.
     """
+    if name in _NETWORKS:
+        raise ConfigError(
+            f"this plugin of NIXL is for networks, and is not loaded: url={shown} plugin={name}"
+        )
     agent = _new_agent()
     memory_types = _memory_types(agent, name)
     if memory_types:
@@ -122,12 +147,20 @@ def _memory_types(agent: Any, plugin: str) -> set[str]:
 
 def _library() -> Any:
     """NIXL's Python module: the package has another name for each version of CUDA."""
+    refused: list[str] = []
     for name in _PACKAGES:
-        if importlib.util.find_spec(name) is not None:
+        if importlib.util.find_spec(name) is None:
+            continue
+        try:
             library = importlib.import_module(name)
-            if "NIXL_LOG_LEVEL" not in os.environ:  # it would tell of every agent, on stdout
-                logging.getLogger("nixl").setLevel(logging.WARNING)
-            return library
+        except Exception as error:  # counted with those that were refused
+            refused.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())}")
+            continue
+        if "NIXL_LOG_LEVEL" not in os.environ:  # it would tell of every agent, on stdout
+            logging.getLogger("nixl").setLevel(logging.WARNING)
+        return library
+    if refused:
+        raise ConfigError(f"NIXL is installed and does not load: error={'; '.join(refused)}")
     raise ConfigError("NIXL is not installed; pip install --no-deps nixl-cu12")
 
 
@@ -341,8 +374,14 @@ class FileTransfers:
 def _by_system_call(piece: Piece, memory: memoryview, *, write: bool) -> int:
     part = memory[piece.offset : piece.offset + piece.size_bytes]
     try:
-        if write:
-            return os.pwritev(piece.fd, [part], 0)
-        return os.preadv(piece.fd, [part], 0)
+        if not write:
+            return os.preadv(piece.fd, [part], 0)
+        done_bytes = 0
+        while done_bytes < len(part):  # what is short does not say why
+            more_bytes = os.pwritev(piece.fd, [part[done_bytes:]], done_bytes)
+            if more_bytes == 0:
+                return -errno.ENOSPC
+            done_bytes += more_bytes
+        return done_bytes
     except OSError as error:
         return -(error.errno or errno.EIO)

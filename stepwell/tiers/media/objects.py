@@ -146,7 +146,7 @@ class ObjectMedium:
                 )  # fmt: skip
             self._able = able
             yield name, able
-        except ERRORS:
+        except (*ERRORS, TierError):
             # It may be there all the same, but nobody waits for a server that hangs once more.
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 self._threads.submit(self._delete, name)

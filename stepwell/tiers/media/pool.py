@@ -12,6 +12,7 @@ from os import getpid
 
 from stepwell.errors import ConfigError
 from stepwell.tiers.media.books import GONE
+from stepwell.tiers.media.marker import read_pool_id
 from stepwell.tiers.media.poolfiles import PoolFiles
 from stepwell.tiers.media.quota import Member
 from stepwell.tiers.media.sweep import (
@@ -93,7 +94,7 @@ class Pool:
         self._watch = LeaseWatch()
         self._sweeper: Sweeper | None = None
         self._closed = False
-        self._pool_id = files.pool_id()
+        self._pool_id = read_pool_id(files.path)
         files.make_folders()
         self._clock = _Clock(time.time_ns(), time.monotonic_ns())
         with contextlib.suppress(OSError):  # on a full file system; it is tried again
@@ -164,7 +165,7 @@ class Pool:
             self._granted.notify_all()
         self._thread.join(_CLOSE_WAIT_S)
         if self._thread.is_alive():
-            logger.warning("the pool does not answer and is left: path=%s", self._files.root)
+            logger.warning("the pool does not answer and is left: path=%s", self._files.path)
 
     # The thread.
 
@@ -175,8 +176,7 @@ class Pool:
                 self.trouble = ""
             except Exception as error:  # counted, and the next turn is another chance: a pool
                 self._on_failure(error)  # whose sweeper ends silently is full for ever
-        with contextlib.suppress(OSError):
-            self._leave()
+        self._leave()
 
     def _waited(self) -> bool:
         """Until it is time for the next turn; False once closed."""
@@ -209,7 +209,7 @@ class Pool:
             self._logged_s = now_s
             logger.warning(
                 "the pool fails: path=%s failures=%d error=%s",
-                self._files.root, self.num_failures, self.trouble,
+                self._files.path, self.num_failures, self.trouble,
                 exc_info=not isinstance(error, OSError | ConfigError),
             )  # fmt: skip
 
@@ -258,14 +258,17 @@ class Pool:
         Where its file system is not mounted any more, nothing must be made.
         """
         try:
-            is_same = self._files.pool_id() == self._pool_id
+            is_same = read_pool_id(self._files.path) == self._pool_id
         except OSError as error:
             if error.errno in GONE:
                 self._deny()
             raise
         if not is_same:
             self._deny()
-            raise ConfigError(f"another pool lies there now: path={self._files.root}")
+            raise ConfigError(
+                "another pool lies there now. Is the right file system mounted? If this one is "
+                f"meant, start the engine again: path={self._files.path}"
+            )
         self._files.make_folders()
         with contextlib.suppress(OSError):  # without room; what was prepared before will do
             self._files.prepare(self.member_id)
@@ -285,6 +288,8 @@ class Pool:
             self._granted.notify_all()
 
     def _leave(self) -> None:
-        self._files.remove_member(self.member_id)
+        """One by one: whoever fails to remove a file can still let another sweep at once."""
+        with contextlib.suppress(OSError):
+            self._files.remove_member(self.member_id)
         if self._sweeper is not None:
             self._sweeper.resign()

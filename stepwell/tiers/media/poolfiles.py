@@ -2,7 +2,7 @@
 
 Layout, below the path::
 
-    stepwell-pool.json            the marker: format, and the pool's own id
+    stepwell-pool.json            the marker (`stepwell.tiers.media.marker`)
     chunks/<root>/<aa>/<bb>/<key> records; 65,536 folders for each root
     temp/<member>-<number>        being written
     pool/members/<member>.json    what a member says of itself; that it changes is its pulse
@@ -15,7 +15,6 @@ and what is no number of a sensible size is as good as missing.
 
 import contextlib
 import errno
-import json
 import os
 import re
 import secrets
@@ -23,23 +22,17 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stepwell.errors import ConfigError
-from stepwell.tiers.files import opened_folder, read_small_text, remove_tree
+from stepwell.tiers.files import opened_folder, remove_tree
 from stepwell.tiers.media.books import GONE, Books, books_from, number, read_json, write_json
 from stepwell.tiers.media.quota import Member
 
 __all__ = ["PoolFiles"]
 
-_MARKER = "stepwell-pool.json"
-_FORMAT = 1
 _LEASE = ".lease"
 _BOOKS = "grants.json"
 _NUMBER = re.compile(r"[1-9][0-9]{0,17}")
 _MEMBER = re.compile(r"[A-Za-z0-9._-]{1,200}")
-_POOL_ID = re.compile(r"[0-9a-f]{32}")
 _TRIES = 100
-# What a file system puts into its topmost directory by itself.
-_NOBODYS = frozenset({"lost+found", ".snapshot", ".snapshots"})
 
 
 @dataclass(slots=True)
@@ -49,115 +42,22 @@ class PoolFiles:
     Threading: any thread; files appear whole, by rename. Errors: OSError from the system.
 
     Args:
-        root: absolute.
+        path: absolute.
     """
 
-    root: Path
+    path: Path
     chunks: str = field(init=False)
     temp: str = field(init=False)
     members: str = field(init=False)
     sweeps: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.chunks = f"{self.root}/chunks"
-        self.temp = f"{self.root}/temp"
-        self.members = f"{self.root}/pool/members"
-        self.sweeps = f"{self.root}/pool/sweeps"
+        self.chunks = f"{self.path}/chunks"
+        self.temp = f"{self.path}/temp"
+        self.members = f"{self.path}/pool/members"
+        self.sweeps = f"{self.path}/pool/sweeps"
 
     # The pool as a whole.
-
-    def make(self, capacity_bytes: int) -> None:
-        """Make a pool where there is none.
-
-        A pool that is made where a file system is not mounted fills whatever lies below instead.
-        What can be seen of that is refused.
-
-        Raises:
-            ConfigError: something else lies there, or it looks like the place of a mount.
-            OSError: from the system.
-        """
-        marker = f"{self.root}/{_MARKER}"
-        # In this order: one that somebody else makes meanwhile has its marker from the start.
-        is_new = not os.path.lexists(self.root)
-        if os.path.lexists(marker):
-            return
-        parent = self.root.parent
-        if not parent.is_dir():
-            raise ConfigError(f"there is no such directory: path={parent}")
-        status = os.statvfs(parent if is_new else self.root)
-        if status.f_blocks and capacity_bytes > status.f_blocks * status.f_frsize:
-            raise ConfigError(
-                f"a new pool cannot have more than its file system has; is it mounted? "
-                f"path={self.root} capacity={capacity_bytes}B "
-                f"file_system={status.f_blocks * status.f_frsize}B"
-            )
-        text = json.dumps({"format": _FORMAT, "pool": secrets.token_hex(16)})
-        part = f".{self.root.name}.{secrets.token_hex(8)}"
-        if is_new:
-            self._make_whole(parent / part, text)
-            return
-        others = [name for name in os.listdir(self.root) if not self._is_nobodys(name)]
-        if others and not os.path.lexists(marker):
-            raise ConfigError(
-                f"the directory holds something else; give an empty one: path={self.root}"
-            )
-        if os.stat(self.root).st_dev == os.stat("/").st_dev:
-            raise ConfigError(
-                "an empty directory on the system's own drive: is the file system mounted? "
-                f"If it is meant, remove it, and it is made again: path={self.root}"
-            )
-        self._put_marker(f"{self.root}/{_MARKER}.{part}", marker, text)
-
-    def _make_whole(self, part: Path, text: str) -> None:
-        """A pool's directory appears with its marker in it, whoever else makes one."""
-        part.mkdir()
-        try:
-            (part / _MARKER).write_text(text)
-            os.rename(part, self.root)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(part / _MARKER)
-            with contextlib.suppress(OSError):
-                os.rmdir(part)
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody was faster
-                raise
-
-    def _put_marker(self, part: str, marker: str, text: str) -> None:
-        try:
-            Path(part).write_text(text)
-            os.link(part, marker)
-        except FileExistsError:
-            pass  # somebody was faster
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-            os.rename(part, marker)
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(part)
-
-    @staticmethod
-    def _is_nobodys(name: str) -> bool:
-        return name in _NOBODYS or name.startswith(_MARKER)
-
-    def pool_id(self) -> str:
-        """Which pool this is.
-
-        Raises:
-            ConfigError: the marker is of another version, or damaged.
-            OSError: there is none, or it cannot be read.
-        """
-        path = f"{self.root}/{_MARKER}"
-        try:
-            says = json.loads(read_small_text(path))
-        except (ValueError, RecursionError):
-            says = None
-        if not isinstance(says, dict) or says.get("format") != _FORMAT:
-            raise ConfigError(f"made by another version of Stepwell, or damaged: path={path}")
-        found = says.get("pool")
-        if not isinstance(found, str) or not _POOL_ID.fullmatch(found):
-            raise ConfigError(f"the marker is damaged: path={path}")
-        return found
 
     def make_folders(self) -> None:
         """Make what folders are missing of a pool that is there.
@@ -166,7 +66,7 @@ class PoolFiles:
             NotADirectoryError: something else lies in the place of one, a link included.
             OSError: from the system.
         """
-        for path in (self.chunks, self.temp, f"{self.root}/pool", self.members, self.sweeps):
+        for path in (self.chunks, self.temp, f"{self.path}/pool", self.members, self.sweeps):
             try:
                 mode = os.lstat(path).st_mode
             except FileNotFoundError:
@@ -200,8 +100,8 @@ class PoolFiles:
             if not dot or end != "json" or not _MEMBER.fullmatch(member_id):
                 continue
             path = f"{self.members}/{name}"
-            says = read_json(path)
             try:
+                says = read_json(path)
                 if says is None:
                     continue
                 member = Member(
@@ -211,8 +111,11 @@ class PoolFiles:
                     number(says, "capacity"),
                 )
                 found[member_id] = (member, os.lstat(path).st_mtime_ns)
-            except (ValueError, FileNotFoundError):
+            except ValueError:
                 continue
+            except OSError as error:
+                if error.errno not in GONE:  # the next look shows it
+                    raise
         return found
 
     def write_member(self, member_id: str, member: Member) -> int:
@@ -337,7 +240,12 @@ class PoolFiles:
 
     def read_books(self, epoch: int) -> Books | None:
         """What the sweeper of an epoch has told; None if nothing, or nothing sensible."""
-        return books_from(f"{self.sweep_folder(epoch)}/{_BOOKS}")
+        try:
+            return books_from(f"{self.sweep_folder(epoch)}/{_BOOKS}")
+        except OSError as error:
+            if error.errno in GONE:  # replaced just now; the next look finds what was told then
+                return None
+            raise
 
     def write_books(self, books: Books) -> None:
         """Tell; fails once there is a fence."""
@@ -345,6 +253,7 @@ class PoolFiles:
         says = {
             "epoch": books.epoch,
             "sweeper": books.sweeper,
+            "told": books.told,
             "capacity": quota.capacity_bytes,
             "counted": quota.counted_bytes,
             "records": books.num_counted,
@@ -427,7 +336,12 @@ class PoolFiles:
 
     def _inherited(self, own: str) -> Books | None:
         found = [books_from(f"{own}/{name}") for name in os.listdir(own) if name.endswith(".json")]
-        return max((each for each in found if each), key=lambda each: each.epoch, default=None)
+        # Of one epoch there may be several: one that sleeps tells into a folder that others empty.
+        return max(
+            (each for each in found if each),
+            key=lambda each: (each.epoch, each.told),
+            default=None,
+        )
 
     def forget_inherited(self, epoch: int) -> None:
         """What was taken over has been told anew."""

@@ -6,11 +6,20 @@ from stepwell.core.types import ChunkResult, Outcome, Reason
 from stepwell.errors import DataError
 from stepwell.tiers.media.base import Page, Record
 
-__all__ = ["ABSENT", "TRUNCATED", "joined", "name_of", "other_length", "root_name", "split"]
+__all__ = [
+    "ABSENT",
+    "LAYOUT",
+    "TRUNCATED",
+    "joined",
+    "name_of",
+    "other_length",
+    "root_name",
+    "split",
+]
 
 ABSENT = ChunkResult(Outcome.MISS, Reason.ABSENT)
 TRUNCATED = ChunkResult(Outcome.MISS, Reason.TRUNCATED)
-_LAYOUT = ChunkResult(Outcome.MISS, Reason.LAYOUT)
+LAYOUT = ChunkResult(Outcome.MISS, Reason.LAYOUT)
 
 
 def root_name(root: Root) -> str:
@@ -52,4 +61,4 @@ def other_length(head: memoryview, size_bytes: int, payload_bytes: int) -> Chunk
     except DataError as error:
         return ChunkResult(Outcome.MISS, Reason(error.reason))
     whole = size_bytes >= HEADER_BYTES + header.payload_bytes
-    return _LAYOUT if whole or header.payload_bytes != payload_bytes else TRUNCATED
+    return LAYOUT if whole or header.payload_bytes != payload_bytes else TRUNCATED

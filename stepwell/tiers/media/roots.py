@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from stepwell.core.identity import Identity
 from stepwell.core.keys import Key, Root, engine_key_of, make_key
 from stepwell.core.record import HEADER_BYTES, Header, payload_checksum, verify
-from stepwell.core.types import ChunkResult
+from stepwell.core.types import ChunkResult, Outcome
 from stepwell.errors import DataError
 from stepwell.tiers.media.base import Medium, Page, Record, Wanted
 
@@ -39,8 +39,8 @@ def description_key(root: Root) -> Key:
     return make_key(DESCRIPTIONS, root)
 
 
-def describe(medium: Medium, identity: Identity, now_s: float, within_s: float) -> None:
-    """Write an identity beside its records, unless it is there.
+def describe(medium: Medium, identity: Identity, now_s: float, within_s: float) -> bool:
+    """Write an identity beside its records, unless it is there; returns whether it is by now.
 
     Args:
         medium: to write to.
@@ -53,13 +53,14 @@ def describe(medium: Medium, identity: Identity, now_s: float, within_s: float) 
     """
     text = identity.to_json().encode()
     if len(text) > _PAYLOAD_BYTES:
-        return
+        return True  # there will never be one
     key = description_key(identity.root)
     if medium.exist([key], within_s) == [True]:
-        return
+        return True
     payload = memoryview(text.ljust(_PAYLOAD_BYTES))
     header = Header(key, len(payload), payload_checksum(payload), int(now_s * 1e6))
-    medium.write([Record(key, header.pack(), payload, 0.0)], within_s)
+    (result,) = medium.write([Record(key, header.pack(), payload, 0.0)], within_s)
+    return result.outcome is Outcome.DONE
 
 
 def described_roots(medium: Medium) -> dict[Root, Identity | None] | None:

@@ -19,8 +19,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from stepwell.errors import ConfigError
-from stepwell.tiers.media.books import GONE, Books
-from stepwell.tiers.media.census import Oldest, folders, prune, records, used_ns
+from stepwell.tiers.media.books import GONE, VANISHED, Books
+from stepwell.tiers.media.census import (
+    Oldest,
+    prune,
+    record_folders,
+    records,
+    roots,
+    used_ns,
+)
+from stepwell.tiers.media.census import (
+    files as files_in,
+)
 from stepwell.tiers.media.poolfiles import PoolFiles
 from stepwell.tiers.media.quota import Member, Quota
 
@@ -29,12 +39,13 @@ __all__ = ["FULL", "GONE_AFTER_S", "LEASE_S", "LeaseWatch", "PoolLimits", "Sweep
 logger = logging.getLogger(__name__)
 
 LEASE_S = 8.0
-"""A sweeper that has not been heard of for so long is replaced, with the next beat of another."""
+"""The sweeper's lease: one not heard of for so long is replaced, with the next beat of another."""
 
 GONE_AFTER_S = 60.0
 """So is a member that has not been heard of taken for gone, and what it was granted is lost."""
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What the system says of a file system without room, or of a user who may have no more."""
 
 _SLICE_S = 0.1
 _MAX_CANDIDATES = 1 << 16
@@ -42,6 +53,7 @@ _COUNT_EVERY_S = 600.0
 _COUNT_AGAIN_S = 5.0
 _COUNT_SHARE = 20  # so many times as long as a count took nothing is counted, unless it must
 _TELL_EVERY_S = 1.0
+_LOG_EVERY_S = 60.0
 _PRUNE_AFTER_S = 3600.0
 _YIELD_EVERY = 256
 # So many candidates that somebody else has removed, and the books are no good.
@@ -147,8 +159,12 @@ class Sweeper:
         self._evicting = False
         self._short_until_bytes = 0
         self._renewed_s = self._told_s = -LEASE_S
+        self._logged_s = -_LOG_EVERY_S
         self._differs: set[str] = set()
-        self._told = self.quota
+        self._told: Quota | None = None
+        self._num_told = 0
+        self._has_inherited = True
+        self._is_untold = False
         before = files.fence(epoch)
         if before is not None:
             self.quota = before.quota
@@ -156,8 +172,7 @@ class Sweeper:
             self._num_counted = before.num_counted
             self._seen = {name: (-1, time.monotonic()) for name in self.quota.granted}
         self._tell()
-        files.forget_inherited(epoch)
-        logger.info("sweeping the pool: path=%s epoch=%d", files.root, epoch)
+        logger.info("sweeping the pool: path=%s epoch=%d", files.path, epoch)
 
     @property
     def busy(self) -> bool:
@@ -193,7 +208,8 @@ class Sweeper:
             self._renew()
             self._meet_members(is_full=is_full)
             self._work(now_ns)
-            if self.quota.grant(self._members, self._room_bytes()) or self._tell_is_due():
+            self.quota.grant(self._members, self._room_bytes())
+            if self._tell_is_due():
                 self._tell()
         except OSError as error:
             # What vanishes in our own folder went with it.
@@ -212,7 +228,7 @@ class Sweeper:
         return self._files.is_sweeping(self._member_id, self.epoch)
 
     def _lost(self) -> bool:
-        path = self._files.root
+        path = self._files.path
         logger.warning("another sweeps the pool: path=%s epoch=%d", path, self.epoch)
         return False
 
@@ -248,7 +264,7 @@ class Sweeper:
                     "ours=%dB", name, member.capacity_bytes, self._limits.capacity_bytes,
                 )  # fmt: skip
         if refused and self.evicted_bytes >= self._short_until_bytes:
-            logger.warning("the file system is full below capacity: path=%s", self._files.root)
+            logger.warning("the file system is full below capacity: path=%s", self._files.path)
             self._short_until_bytes = self.evicted_bytes + 2 * self._limits.low_bytes
 
     def _forget(self, name: str) -> None:
@@ -348,7 +364,7 @@ class Sweeper:
         try:
             self._evict_one(path)
         except OSError as error:
-            if error.errno not in GONE:
+            if error.errno not in VANISHED:
                 self._note_stuck(path, error)
                 return False
         return True
@@ -362,7 +378,7 @@ class Sweeper:
         num_records = total_bytes = 0
         oldest = Oldest(_MAX_CANDIDATES)
         written_before_ns = now_ns - int(self._limits.ttl_s * 1e9) if self._limits.ttl_s else None
-        for folder in folders(self._files.chunks):
+        for folder in self._folders():
             is_empty = True
             for seen in records(folder):
                 is_empty = False
@@ -391,11 +407,16 @@ class Sweeper:
             self._short_until_bytes = self.evicted_bytes
         self._clean(now_ns)
 
+    def _folders(self) -> Iterator[str]:
+        chunks = self._files.chunks
+        for root in roots(chunks):
+            yield from record_folders(f"{chunks}/{root}")
+
     def _clean(self, now_ns: int) -> None:
         """Remove what members that are gone were writing, and what could not be removed here."""
         before_ns = now_ns - int(GONE_AFTER_S * 1e9)
         for folder in (self._files.temp, self._files.sweeps):  # <member>-<number>, part-<member>
-            for seen in records(folder):
+            for seen in files_in(folder):
                 name = os.path.basename(seen.path).removeprefix("part-")
                 is_known = name in self._seen or name.rpartition("-")[0] in self._seen
                 if seen.written_ns < before_ns and not is_known:
@@ -407,24 +428,37 @@ class Sweeper:
     # Telling.
 
     def _tell_is_due(self) -> bool:
-        """What members wait for at once, the rest once in a while."""
-        if self.quota.granted != self._told.granted:
-            return True
-        return self.quota != self._told and time.monotonic() >= self._told_s + _TELL_EVERY_S
+        """What members wait for at once, the rest once in a while; without room that as well."""
+        if self.quota == self._told:
+            return False
+        is_waited_for = self._told is None or self.quota.granted != self._told.granted
+        at_once = is_waited_for and not self._is_untold
+        return at_once or time.monotonic() >= self._told_s + _TELL_EVERY_S
 
     def _tell(self) -> None:
-        books = Books(self.epoch, self._member_id, self.quota, self._num_counted)
+        """Tell the books, and then forget those that were taken over; without room neither."""
+        self._told_s = time.monotonic()
+        self._num_told += 1
+        books = Books(self.epoch, self._member_id, self.quota, self._num_counted, self._num_told)
         try:
             self._files.write_books(books)
         except OSError as error:
             if error.errno not in FULL:
                 raise
             # Nobody hears of new grants until there is room; that it is made matters more.
-            logger.warning("no room to tell what was granted: path=%s", self._files.root)
+            self._is_untold = True
+            if self._told_s >= self._logged_s + _LOG_EVERY_S:
+                self._logged_s = self._told_s
+                path = self._files.path
+                logger.warning("no room to tell what was granted, tried again: path=%s", path)
+            return
+        self._is_untold = False
         self._told = replace(
             self.quota, granted=dict(self.quota.granted), base=dict(self.quota.base)
         )
-        self._told_s = time.monotonic()
+        if self._has_inherited:
+            self._files.forget_inherited(self.epoch)
+            self._has_inherited = False
 
 
 def _unlink(path: str) -> None:

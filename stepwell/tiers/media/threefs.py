@@ -5,6 +5,7 @@ import errno
 import importlib
 import importlib.util
 import logging
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -29,6 +30,9 @@ _APIS = ("usrbio", "posix")
 _ENTRIES = 256
 _PATIENCE = timedelta(seconds=1)
 _AGAIN_S = 0.1
+_TELL_EVERY_S = 60.0
+_MAX_KEPT = 16
+_SHARED = "/dev/shm"
 
 
 def open_medium(url: MediumUrl, timeout_s: float) -> FsMedium:
@@ -55,16 +59,20 @@ def open_medium(url: MediumUrl, timeout_s: float) -> FsMedium:
 
 
 class _ThreeFsMover:
-    """One of the two ways, chosen when it is first tried."""
+    """One of the two ways, chosen when it is first tried; USRBIO then for good.
+
+    A way that was chosen anew at every trial would leave behind what of the former is late.
+    """
 
     def __init__(self, api: str) -> None:
         self._api = api
         self._mover: Mover | None = None
+        self._kept: list[_Rings] = []
 
     def check(self, folder: str) -> None:
         """See `stepwell.tiers.media.movers.Mover.check`."""
-        self.close()
-        self._mover = self._chosen(folder)
+        if not isinstance(self._mover, EngineMover):
+            self._mover = self._chosen(folder)
         self._mover.check(folder)
 
     def _chosen(self, folder: str) -> Mover:
@@ -79,7 +87,8 @@ class _ThreeFsMover:
             logger.warning("no directory of 3FS; by system calls: path=%s", folder)
             return SystemCalls()
         logger.info("3FS through USRBIO: path=%s mount=%s", folder, mount)
-        return EngineMover("usrbio", lambda size: _Rings(library, mount, size), direct=False)
+        kept = self._kept
+        return EngineMover("usrbio", lambda size: _Rings(library, mount, size, kept), direct=False)
 
     def _library(self) -> Any | None:
         if self._api == "posix" or importlib.util.find_spec(_LIBRARY) is None:
@@ -125,22 +134,34 @@ class _Request:
 class _Rings:
     """A ring to read and one to write, and memory that 3FS maps as well.
 
-    See `stepwell.tiers.media.movers.Engine`. One thread at a time, as `prepare` demands.
+    See `stepwell.tiers.media.movers.FileEngine`. One thread at a time, as `prepare` demands.
+
+    When the library fails otherwise than by an OSError, nobody knows what is in flight: the rings
+    and the memory are not used any more, nor given up.
+
+    Args:
+        library: `hf3fs_fuse.io`.
+        mount: of 3FS.
+        size_bytes: of the memory.
+        kept: those that are not used any more, of all engines of one medium.
+
+    Raises:
+        OSError: there is no memory, or no ring.
     """
 
-    def __init__(self, library: Any, mount: str, size_bytes: int) -> None:
+    def __init__(self, library: Any, mount: str, size_bytes: int, kept: list["_Rings"]) -> None:
+        if len(kept) >= _MAX_KEPT:
+            raise OSError(errno.ENOTRECOVERABLE, f"the library failed {len(kept)} times")
         self._library = library
+        self._kept = kept
+        self._told_s = -math.inf
+        self._requests: dict[int, _Request] = {}
         shared: Any = SharedMemory(create=True, size=size_bytes)
         self._shared = shared
         with contextlib.ExitStack() as undo:
             undo.callback(shared.close)
             try:
-                # Where /dev/shm is full, the first touch would be the process' end.
-                fd = os.open(f"/dev/shm/{shared.name}", os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    os.posix_fallocate(fd, 0, size_bytes)
-                finally:
-                    os.close(fd)
+                _allocate(f"{_SHARED}/{shared.name}", size_bytes)
                 self._iovec = library.make_iovec(shared, mount)
                 self._rings = {
                     write: library.make_ioring(mount, _ENTRIES, for_read=not write)
@@ -152,15 +173,21 @@ class _Rings:
         self.memory: memoryview = shared.buf
 
     def move(self, pieces: Sequence[Piece], *, write: bool) -> list[int]:
-        """See `stepwell.tiers.media.movers.Engine.move`."""
+        """See `stepwell.tiers.media.movers.FileEngine.move`."""
         counts: list[int] = []
-        for begin in range(0, len(pieces), _ENTRIES):
-            counts += self._move(pieces[begin : begin + _ENTRIES], write=write)
-        if write:
-            for idx, piece in enumerate(pieces):
-                # Others take a file for as long as 3FS has been told that it is.
-                if counts[idx] >= 0 and self._library.force_fsync(piece.fd):
-                    counts[idx] = -errno.EIO
+        try:
+            for begin in range(0, len(pieces), _ENTRIES):
+                counts += self._move(pieces[begin : begin + _ENTRIES], write=write)
+            if write:
+                for idx, piece in enumerate(pieces):
+                    # Others take a file for as long as 3FS has been told that it is.
+                    if counts[idx] >= 0 and self._library.force_fsync(piece.fd):
+                        counts[idx] = -errno.EIO
+        except Exception as error:  # counted by whoever wanted this
+            self.memory = memoryview(b"")  # so that others are made in their place
+            self._kept.append(self)
+            logger.warning("the library of 3FS fails; kept=%d error=%r", len(self._kept), error)
+            raise TierError(f"the library of 3FS fails: error={error!r}") from error
         return counts
 
     def _move(self, pieces: Sequence[Piece], *, write: bool) -> list[int]:
@@ -168,7 +195,7 @@ class _Rings:
         ring = self._rings[write]
         # Objects of this call alone, since the library counts references to them without the
         # interpreter's lock; they have to live until the results are there.
-        requests: dict[int, _Request] = {}
+        requests = self._requests = {}
         with contextlib.ExitStack() as stack:
             for idx, piece in enumerate(pieces):
                 request = _Request(idx)
@@ -196,7 +223,7 @@ class _Rings:
                 results = ring.wait(max_results=most, min_results=1, timeout=_PATIENCE)
             except OSError as error:
                 if error.errno not in (errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR):
-                    logger.warning("a ring fails, and is asked again: error=%s", error)
+                    self._tell(error)
                 time.sleep(_AGAIN_S)
                 continue
             for result in results:
@@ -204,10 +231,32 @@ class _Rings:
                 if requests.pop(request.idx, None) is request:
                     counts[request.idx] = result.result
 
+    def _tell(self, error: OSError) -> None:
+        """It may go on for as long as the process."""
+        now_s = time.monotonic()
+        if now_s - self._told_s >= _TELL_EVERY_S:
+            self._told_s = now_s
+            logger.warning("a ring fails, and is asked again: error=%s", error)
+
     def close(self) -> None:
-        """See `stepwell.tiers.media.movers.Engine.close`."""
+        """See `stepwell.tiers.media.engines.HasMemory.close`."""
+        if self in self._kept:
+            return
         self._rings.clear()
         self._iovec = None
         self.memory = memoryview(b"")
         with contextlib.suppress(BufferError):  # somebody still looks at it: it goes later
             self._shared.close()
+
+
+def _allocate(path: str, size_bytes: int) -> None:
+    """Where there is no such space, the first touch would be the process' end."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        what = f"shared memory of {size_bytes} bytes: {error.strerror}"
+        raise OSError(error.errno, what, _SHARED) from error

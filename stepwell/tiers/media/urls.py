@@ -43,18 +43,20 @@ class MediumUrl:
         Raises:
             ConfigError: it is none, or a parameter is given twice.
         """
-        shown = without_password(text)
+        # Parameters may be meant to be secret, whether or not any of ours is.
+        shown = re.split("[?#]", without_password(text))[0]
         scheme, separator, rest = text.partition("://")
         try:
             # Apart from the scheme, which for urlsplit must not begin with a digit.
             parts = urlsplit(f"//{rest}")
             port = parts.port
-        except ValueError as error:
-            # Its words may quote what it took for a port, and was a password.
+        except ValueError:
+            # Its words may quote what it took for a port, and was a password; whoever prints the
+            # whole chain would show it.
             raise ConfigError(
                 f"this is no valid URL; in user and password / is written %2F, : %3A, @ %40, ? %3F "
                 f"and # %23: url={shown!r}"
-            ) from error
+            ) from None
         if not separator or _SCHEME.fullmatch(scheme) is None:
             raise ConfigError(
                 "a storage is named by a URL such as redis://127.0.0.1:6379; "
