@@ -112,7 +112,8 @@ def test_a_root_in_words(tmp_path: Path, medium: FsMedium) -> None:
     assert len(named) == 3
     assert "model      some-model" in shared_text(report)
     (path,) = tmp_path.glob(f"pool/chunks/*/*/*/{IDENTITY.root.hex()}")
-    for content in (b"", bytes(5), bytes(path.stat().st_size)):
+    altered = path.read_bytes().replace(b"some-model", b"evil-model")
+    for content in (altered, b"", bytes(5), bytes(path.stat().st_size)):
         path.write_bytes(content)
         report = inspect_pool(tmp_path / "pool")
         assert {root.identity for root in report.roots} == {None}

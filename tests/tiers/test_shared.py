@@ -371,6 +371,48 @@ def test_a_description_that_was_not_taken_is_offered_again(rig: Rig, result: Chu
     assert described_roots(rig.medium) == {identity.root: identity}
 
 
+def test_a_description_that_is_there_is_not_sent_again(rig: Rig) -> None:
+    identity = Identity({"model": "a"})
+    rig.context.registry.add(identity)
+    rig.driver.write([make_key(identity.root, b"1")])
+    rig.rest()
+    context = TierContext(clock=rig.clock)
+    context.registry.add(identity)
+    medium = MemoryMedium(rig.medium.stored)
+    other = Driver(SharedTier(medium, context, name="other"))
+    other.write([make_key(identity.root, b"2")])
+    assert other.tier.drain(10.0)  # type: ignore[attr-defined]
+    assert medium.of("exist")[-1] == (description_key(identity.root),)
+    assert len(medium.of("write")) == 1
+    other.tier.close()
+
+
+def test_what_waits_to_be_asked_is_not_when_the_tier_is_closed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a server that hangs holds up the end of an engine, a batch after the other."""
+    monkeypatch.setattr(shared, "_ASK_AT_ONCE", 2)
+    entered, let_go = threading.Event(), threading.Event()
+
+    def wait(call: str) -> bool:
+        entered.set()
+        assert let_go.wait(30.0)
+        return False
+
+    rig.medium.broken = wait
+    tier = SharedTier(rig.medium, rig.context, name="other", num_threads=1)
+    tier.contains(KEYS)
+    assert entered.wait(30.0)
+    closing = threading.Thread(target=tier.close)
+    closing.start()
+    while tier.contains(KEYS[:1]) != [Lookup.MISS]:  # it is closed now
+        time.sleep(0.001)
+    let_go.set()
+    closing.join(30.0)
+    assert not closing.is_alive()
+    assert len(rig.medium.of("exist")) == 1
+
+
 def test_a_description_that_was_evicted_comes_back(rig: Rig) -> None:
     identity = Identity({"model": "a"})
     rig.context.registry.add(identity)
