@@ -10,7 +10,7 @@ from typing import Any
 
 from stepwell.errors import TierError
 
-__all__ = ["check_room", "leave", "take_back"]
+__all__ = ["check_room", "leave", "left", "take_back"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,12 @@ def leave(what: Any) -> None:
     logger.warning(
         "a client of Mooncake is not closed, and keeps 64 MiB: left=%d most=%d", count, _MAX_LEFT
     )
+
+
+def left() -> tuple[Any, ...]:
+    """All of them, the oldest first."""
+    with _lock:
+        return tuple(_left)
 
 
 def take_back(what: Any) -> None:
