@@ -867,8 +867,8 @@ NO_FILES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", NO_FILES)
-def test_what_is_no_file_in_the_place_of_a_record(tmp_path: Path, kind: str) -> None:
-    medium = medium_at(tmp_path / "pool")
+def test_what_is_no_file_in_the_place_of_a_record(tmp_path: Path, close: Close, kind: str) -> None:
+    medium = close(medium_at(tmp_path / "pool"))
     driver = Driver(SharedTier(medium, TierContext(), name="fs"))
     key = key_of(1)
     driver.write([key])
@@ -877,6 +877,7 @@ def test_what_is_no_file_in_the_place_of_a_record(tmp_path: Path, kind: str) -> 
     NO_FILES[kind](found)
     result, _ = driver.read([key])
     assert result.results == (ChunkResult(Outcome.MISS, Reason.NOT_A_FILE),)
+    assert driver.tier.drain(10.0)  # type: ignore[attr-defined]
     assert medium.exist([key], 10.0) == [False]
     assert os.path.lexists(found) == (kind == "a folder")
     if kind != "a folder":

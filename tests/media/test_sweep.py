@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,13 +27,14 @@ NOT_CALLS = ("fsencode", "fspath", "strerror")
 
 
 class Between:
-    """``os``, for some modules, with something done just before its n-th call."""
+    """``os``, for some modules, with something done just before this thread's n-th call."""
 
     def __init__(self, at: int, do: Callable[[], None]) -> None:
         self.num_calls = 0
         self._at = at
         self._do = do
         self._busy = False
+        self._thread_id = threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(os, name)
@@ -40,7 +42,7 @@ class Between:
             return found
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._busy:
+            if not self._busy and threading.get_ident() == self._thread_id:
                 self.num_calls += 1
                 if self.num_calls == self._at:
                     self._busy = True

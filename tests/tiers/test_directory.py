@@ -5,6 +5,7 @@ were listed as strays of the store, moved into it, and what lay behind `partial`
 The decoys here are such files. Nothing may happen to them.
 """
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -86,11 +87,20 @@ def put(path: Path, name: str, kind: str) -> None:
     IN_THE_WAY[kind](ours)
 
 
-def refused(do: Callable[[], object]) -> str:
-    files = len(os.listdir("/proc/self/fd"))
+def open_files(path: Path) -> list[str]:
+    """What this process has open there; other threads of it have files of their own."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sorted(each for each in found if each.startswith(str(path)))
+
+
+def refused(do: Callable[[], object], path: Path) -> str:
+    files = open_files(path)
     with pytest.raises(ConfigError) as caught:
         do()
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert open_files(path) == files
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -107,7 +117,7 @@ def test_what_is_in_the_way_is_refused_by_name(
     before = contents(decoy), sorted(os.listdir(path))
     directory = StoreDirectory(path)
     for do in (directory.open, directory.open_to_read):
-        message = refused(do)
+        message = refused(do, path)
         assert f"{name} is {kind.split(' to ')[0].replace('dangling ', '')}" in message
         assert "`stepwell check --fix` " in message
         assert f"path={path} at={path / name}" in message
@@ -126,7 +136,7 @@ def test_a_link_that_comes_after_the_look_is_not_followed(
     if name == "strays":  # of which an engine makes no use
         directory.open()
     else:
-        assert f"at={path / name}" in refused(directory.open)
+        assert f"at={path / name}" in refused(directory.open, path)
     directory.close()
     for do in (
         directory.find_extents,
@@ -233,7 +243,7 @@ def test_the_advice_about_a_marker_works(path: Path, marker: str | None) -> None
         (path / "stepwell.json").write_text(marker)
     directory = StoreDirectory(path)
     for do in (directory.open, directory.open_to_read):
-        message = refused(do)
+        message = refused(do, path)
         assert "`stepwell check --fix` writes it again" in message
         assert f"stepwell.json is {'missing' if marker is None else 'damaged'}" in message
     directory.write_marker()
@@ -245,7 +255,7 @@ def test_the_advice_about_a_marker_works(path: Path, marker: str | None) -> None
 
 def test_a_damaged_marker_without_extents(path: Path) -> None:
     (path / "stepwell.json").write_text("{")
-    message = refused(StoreDirectory(path).open)
+    message = refused(StoreDirectory(path).open, path)
     assert "stepwell.json is damaged, and there are no extents here" in message
     assert "give another path, or remove this directory" in message
     assert "nothing is lost" in message
@@ -256,15 +266,19 @@ def test_a_directory_without_extents_is_no_store(tmp_path: Path, name: str) -> N
     theirs = tmp_path / "theirs"
     (theirs / name).parent.mkdir(parents=True)
     (theirs / name).touch()
-    assert "path holds other things" in refused(StoreDirectory(theirs).open)
-    assert "there is no Stepwell store here" in refused(StoreDirectory(theirs).open_to_read)
+    assert "path holds other things" in refused(StoreDirectory(theirs).open, tmp_path)
+    assert "there is no Stepwell store here" in refused(
+        StoreDirectory(theirs).open_to_read, tmp_path
+    )
 
 
 def test_extents_behind_a_link_make_no_store(tmp_path: Path, decoy: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "extents").symlink_to(decoy)
-    assert "path holds other things" in refused(StoreDirectory(tmp_path / "theirs").open)
-    assert "no Stepwell store here" in refused(StoreDirectory(tmp_path / "theirs").open_to_read)
+    assert "path holds other things" in refused(StoreDirectory(tmp_path / "theirs").open, tmp_path)
+    assert "no Stepwell store here" in refused(
+        StoreDirectory(tmp_path / "theirs").open_to_read, tmp_path
+    )
 
 
 def test_what_cannot_be_written_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,5 +291,5 @@ def test_what_cannot_be_written_is_named(path: Path, monkeypatch: pytest.MonkeyP
         really_make(name, mode, **options)
 
     monkeypatch.setattr(os, "mkdir", make)
-    message = refused(StoreDirectory(path).open)
+    message = refused(StoreDirectory(path).open, path)
     assert f"cannot be written (Permission denied): path={path} at={path}/roots" in message
