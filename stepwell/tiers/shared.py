@@ -14,6 +14,7 @@ from stepwell.errors import TierError
 from stepwell.tiers.base import TierContext
 from stepwell.tiers.jobs import JobRunner
 from stepwell.tiers.media.base import Medium, Record, Stats, Wanted
+from stepwell.tiers.media.records import ABSENT
 from stepwell.tiers.media.roots import describe, description_key, erase_root
 from stepwell.tiers.outcomes import ALREADY_THERE, DONE, verdict
 from stepwell.tiers.presence import Presence, Question
@@ -23,7 +24,6 @@ __all__ = ["SharedTier"]
 
 logger = logging.getLogger(__name__)
 
-ABSENT = ChunkResult(Outcome.MISS, Reason.ABSENT)
 FAILED = ChunkResult(Outcome.FAILED, Reason.IO_ERROR)
 _BEING_REMOVED = ChunkResult(Outcome.FULL, Reason.DEADLINE)
 
@@ -177,14 +177,15 @@ class SharedTier(ThreadedTier):
         now_s = self._now_s()
         there = [answer is Lookup.HIT for answer in self._presence.believes(prefix, now_s)]
         with self._lock:
+            roots: set[Root] = set()
             # The first of the prefix last, so that it is the most recent.
             for key, here in reversed(list(zip(prefix, there, strict=True))):
                 tag = fingerprint(key)
                 if here and now_s - self._touched.get(tag, -_TOUCH_EVERY_S) >= _TOUCH_EVERY_S:
                     self._note_touched(tag, now_s)
                     self._to_touch[key] = None
-            for root in {root_of(key) for key in self._to_touch}:
-                self._to_touch[description_key(root)] = None
+                    roots.add(root_of(key))
+            self._to_touch.update(dict.fromkeys(map(description_key, roots)))
         return there
 
     def settle(self) -> None:

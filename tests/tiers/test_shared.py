@@ -249,6 +249,22 @@ def test_a_record_in_use_is_touched_once_in_a_while(rig: Rig) -> None:
     assert touched == [*KEYS[1::-1], described], "the first of a prefix is the most recent"
 
 
+def test_what_waits_to_be_touched_has_no_description_of_descriptions(rig: Rig) -> None:
+    """Two uses before the medium is told: the second took the first's description for a chunk."""
+    rig.driver.write(KEYS[:2])
+    rig.clock.advance(601.0)
+    rig.driver.read(KEYS[:2])
+    rig.rest()
+    rig.medium.calls.clear()
+    rig.clock.advance(601.0)
+    rig.driver.lookup(KEYS[:2])
+    for key in KEYS[:2]:
+        assert list(rig.tier.use([key])) == [True]
+    rig.tier.settle()
+    described = description_key(root_of(KEYS[0]))
+    assert {key for call in rig.medium.of("touch") for key in call} == {*KEYS[:2], described}
+
+
 def test_a_touch_that_fails_is_tried_at_the_next_use(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
