@@ -59,7 +59,22 @@ class Site(Protocol):
         ...
 
 
-class RedisSite:
+class _OneServer:
+    """What is done to a site's only server."""
+
+    _server: Server
+
+    def kill(self) -> None:
+        self._server.kill()
+
+    def pause(self) -> None:
+        self._server.pause()
+
+    def resume(self) -> None:
+        self._server.resume()
+
+
+class RedisSite(_OneServer):
     """A Redis that keeps nothing when it ends."""
 
     def __init__(self, folder: Path) -> None:
@@ -72,15 +87,6 @@ class RedisSite:
     def start_empty(self) -> None:
         self._server.start()
 
-    def kill(self) -> None:
-        self._server.kill()
-
-    def pause(self) -> None:
-        self._server.pause()
-
-    def resume(self) -> None:
-        self._server.resume()
-
     def change(self, key: Key, change: Callable[[bytes], bytes]) -> None:
         with redis.Redis(port=self._port) as client:
             name = ":".join(("stepwell", *name_of(key)))
@@ -92,7 +98,7 @@ class RedisSite:
         self._server.kill()
 
 
-class FsSite:
+class FsSite(_OneServer):
     """A pool on a file system that is a process: what hurts it hurts whoever has it mounted.
 
     A process that is killed leaves a mount that answers with errors; one that is stopped, calls
@@ -121,15 +127,6 @@ class FsSite:
         shutil.rmtree(self._behind / "pool/chunks", ignore_errors=True)
         self.start()
 
-    def kill(self) -> None:
-        self._server.kill()
-
-    def pause(self) -> None:
-        self._server.pause()
-
-    def resume(self) -> None:
-        self._server.resume()
-
     def change(self, key: Key, change: Callable[[bytes], bytes]) -> None:
         (found,) = (self._behind / "pool/chunks").rglob(name_of(key)[1])
         changed = change(found.read_bytes())
@@ -157,31 +154,23 @@ class ThreeFsSite(FsSite):
         self.url = "3" + self.url
 
 
-class S3Site:
+class S3Site(_OneServer):
     """S3 as moto plays it, which keeps nothing when it ends."""
 
     def __init__(self, folder: Path) -> None:
         self._objects = moto(folder, free_port())
+        self._server = self._objects.server
         self.url = self._objects.url("failures")
         self._env = pytest.MonkeyPatch()
         self._env.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
         self._env.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
 
     def start(self) -> None:
-        self._objects.server.start()
+        self._server.start()
         self._objects.make_bucket()
 
     def start_empty(self) -> None:
         self.start()
-
-    def kill(self) -> None:
-        self._objects.server.kill()
-
-    def pause(self) -> None:
-        self._objects.server.pause()
-
-    def resume(self) -> None:
-        self._objects.server.resume()
 
     def change(self, key: Key, change: Callable[[bytes], bytes]) -> None:
         store, name = open_store(MediumUrl.parse(self.url), 30.0), "/".join(name_of(key))
@@ -189,7 +178,7 @@ class S3Site:
         obstore.put(store, name, change(stored))
 
     def close(self) -> None:
-        self._objects.server.kill()
+        self._server.kill()
         self._env.undo()
 
 
