@@ -295,6 +295,7 @@ class _Demo:
             bytes_read=results.bytes_read(before, after),
             bytes_read_physical=physical,
             served=results.tokens_served(before, after, tier) if tier else None,
+            missed=results.tokens_missed(before, after),
         )
         self._rows.append(row)
 

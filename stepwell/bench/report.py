@@ -5,10 +5,15 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from stepwell.bench.results import DEVICE, DISK, SOURCES, VLLM_FS, DemoResult, Row
+from stepwell.core.types import Reason
 from stepwell.settings import format_bytes
 
 _FEW_SESSIONS = 5
 _WIDTH = 100
+_MISS_WORDS: Mapping[str, str] = {
+    Reason.NOT_WORTH: "since reading was expected to end later (read_when)",
+    Reason.DEADLINE: "since the storage did not answer in time",
+}
 _HEADER = ("mode", "conc.", "TTFT p50", "p90", "p99", "out tok/s")
 _LAST_HEADER = ("read", "from drive", "answers")
 
@@ -64,6 +69,7 @@ def verdict(result: DemoResult) -> str:
         _noise_sentence(result),
         _speed_sentence(result),
         _account_sentence(result),
+        _missed_sentence(result),
         _answers_sentence(result),
     ]
     return " ".join(part for part in parts if part)
@@ -78,6 +84,7 @@ def _row_json(row: Row) -> dict[str, object]:
         "ttft_p99_s": row.percentile(99),
         "output_tokens_per_s": row.output_tokens_per_s,
         "tokens": {source: getattr(row.tokens, source) for source in SOURCES},
+        "missed_tokens": dict(row.missed),
         "bytes_read": row.bytes_read,
         "bytes_read_physical": row.bytes_read_physical,
         "answers_equal": row.answers_equal,
@@ -178,6 +185,16 @@ def _account_sentence(result: DemoResult) -> str:
         for row in wrong
     )
     return f"NOT every token is accounted for: tokens by source of tokens asked: {rows}."
+
+
+def _missed_sentence(result: DemoResult) -> str:
+    """Says why tokens were computed although they had been written."""
+    rows = [
+        f"{row.mode} at {row.concurrency}: {tokens} {_MISS_WORDS.get(reason, reason)}"
+        for row in result.rows
+        for reason, tokens in row.missed.items()
+    ]
+    return f"Computed although written: {', '.join(rows)}." if rows else ""
 
 
 def _answers_sentence(result: DemoResult) -> str:

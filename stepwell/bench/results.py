@@ -1,7 +1,7 @@
 """What the demo found, as plain values, and the arithmetic on them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stepwell.bench.load import LoadResult
 from stepwell.bench.prometheus import Metrics, has, total
@@ -12,6 +12,7 @@ SOURCES = ("computed", "device", "host", "disk", "shared")
 _COMPUTED = "vllm:prompt_tokens_by_source_total"
 _CACHED = "vllm:prompt_tokens_cached_by_source_total"
 _SERVED = "vllm:stepwell_served_tokens_total"
+_MISSED = "vllm:stepwell_missed_tokens_total"
 _READ_BYTES = "vllm:stepwell_read_bytes_total"
 _READ_BYTES_ENGINE = "vllm:kv_offload_tiering_read_bytes_total"
 
@@ -53,6 +54,7 @@ class Row:
         bytes_read_physical: bytes that the engine's processes had the drive deliver.
         answers_equal: every answer is, token for token, that of recomputation.
         served: of `tokens`, what Stepwell says the tier of this mode served; None in other modes.
+        missed: prompt tokens that Stepwell was asked for and did not serve, by reason.
     """
 
     mode: str
@@ -65,6 +67,7 @@ class Row:
     bytes_read_physical: int
     answers_equal: bool
     served: int | None = None
+    missed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def accounted(self) -> bool:
@@ -178,6 +181,18 @@ def tokens_served(before: Metrics, after: Metrics, tier: str) -> int:
     return round(served(after) - served(before))
 
 
+def tokens_missed(before: Metrics, after: Metrics) -> dict[str, int]:
+    """Returns the tokens that Stepwell says no tier served, by reason, those that there are."""
+    reasons = sorted({dict(labels).get("reason", "") for name, labels in after if name == _MISSED})
+    missed = {}
+    for reason in reasons:
+        labels = {"reason": reason}
+        amount = round(total(after, _MISSED, labels) - total(before, _MISSED, labels))
+        if amount:
+            missed[reason] = amount
+    return missed
+
+
 def bytes_read(before: Metrics, after: Metrics) -> int:
     """Returns the bytes read from storage tiers between two readings of /metrics.
 
@@ -198,6 +213,7 @@ def make_row(
     bytes_read: int,
     bytes_read_physical: int,
     served: int | None = None,
+    missed: Mapping[str, int] | None = None,
 ) -> Row:
     """Makes the row of one measurement; `reference` holds the answers of recomputation."""
     return Row(
@@ -211,4 +227,5 @@ def make_row(
         bytes_read_physical=bytes_read_physical,
         answers_equal=[answer.token_ids for answer in load.answers] == list(reference),
         served=served,
+        missed=missed or {},
     )

@@ -15,8 +15,9 @@ from stepwell.bench import procs
 from stepwell.bench.demo import DemoOptions, run_demo
 from stepwell.bench.model import make_model, make_sliding_window_model
 from stepwell.bench.report import to_text
-from stepwell.bench.results import DEVICE, DISK, RECOMPUTE
+from stepwell.bench.results import DEVICE, DISK, RECOMPUTE, Row
 from stepwell.bench.server import Server, ServerConfig, ServerError
+from stepwell.core.types import Reason
 from stepwell.tiers.media.kinds import open_medium
 from stepwell.tiers.media.roots import described_roots
 from stepwell.tiers.media.urls import MediumUrl
@@ -66,15 +67,14 @@ def test_a_fresh_engine_reads_what_another_wrote(tiny_model: Path, tmp_path: Pat
     assert result.ok
     assert recompute.tokens.computed == 1200
     assert (recompute.bytes_read, disk.tokens.host) == (0, 0)
-    # Blocks of 128 tokens: 4 of 600 / 128 are whole.
-    assert (disk.tokens.disk, disk.tokens.device, disk.tokens.computed) == (1024, 0, 176)
+    assert (disk.tokens.disk, disk.tokens.device) == (_read_if_worth(disk), 0)
     assert (device.tokens.device, device.tokens.computed) == (1024, 176)
-    assert disk.bytes_read >= 1024 * 2 * 2 * 2 * 64 * 4
+    assert disk.bytes_read >= disk.tokens.disk * 2 * 2 * 2 * 64 * 4
     assert set(result.speedups()) == {1}
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", sorted(DEMO_KINDS & set(SITES)))
+@pytest.mark.parametrize("kind", sorted(DEMO_KINDS))
 def test_shared_storage_as_the_only_tier_below_the_host(
     kind: str, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -102,10 +102,24 @@ def test_shared_storage_as_the_only_tier_below_the_host(
     assert [row.mode for row in result.rows] == [RECOMPUTE, kind, DEVICE]
     assert result.ok
     shared = result.rows[1]
-    assert (shared.tokens.shared, shared.tokens.device, shared.tokens.computed) == (1024, 0, 176)
-    assert (shared.tokens.host, shared.tokens.disk, shared.served) == (0, 0, 1024)
+    read = _read_if_worth(shared)
+    assert (shared.tokens.shared, shared.tokens.device, shared.served) == (read, 0, read)
+    assert (shared.tokens.host, shared.tokens.disk) == (0, 0)
     assert set(result.speedups()) == {1}
     assert list((tmp_path / "work").iterdir()) == []
+
+
+def _read_if_worth(row: Row) -> int:
+    """How many tokens had to be read, each of the others having its reason.
+
+    Blocks of 128 tokens: 4 of 600 / 128 are whole, of two sessions. A model this small computes
+    them in a tenth of a second, so that reading may not be worth it once it has been measured.
+    """
+    not_worth = row.missed.get(Reason.NOT_WORTH, 0)
+    assert set(row.missed) <= {Reason.NOT_WORTH}
+    assert not_worth < 1024
+    assert row.tokens.computed == 176 + not_worth
+    return 1024 - not_worth
 
 
 def test_a_server_that_cannot_start_says_why_and_leaves_nothing(

@@ -19,6 +19,7 @@ from stepwell.bench.results import (
     make_row,
     percentile,
     token_counts,
+    tokens_missed,
     tokens_served,
 )
 
@@ -138,6 +139,26 @@ def test_the_drives_of_a_stripe_serve_together() -> None:
     assert tokens_served({}, parse_metrics(text), "disk") == 6
 
 
+def test_what_was_written_and_not_served_has_its_reason() -> None:
+    def text(not_worth: int) -> str:
+        return (
+            'vllm:stepwell_missed_tokens_total{engine="0",reason="absent"} 1024.0\n'
+            f'vllm:stepwell_missed_tokens_total{{engine="0",reason="not_worth"}} {not_worth}.0\n'
+        )
+
+    missed = tokens_missed(parse_metrics(text(128)), parse_metrics(text(640)))
+    assert missed == {"not_worth": 512}
+    assert tokens_missed({}, parse_metrics(text(0))) == {"absent": 1024}
+    row = a_row(DISK, 0.2, missed={**missed, "checksum": 128})
+    assert to_json(a_result(row))["rows"][0]["missed_tokens"] == row.missed  # type: ignore[index]
+    words = verdict(a_result(a_row(RECOMPUTE, 4.0), row))
+    assert (
+        "Computed although written: disk at 1: 512 since reading was expected to end later "
+        "(read_when), disk at 1: 128 checksum." in words
+    )
+    assert "although" not in verdict(a_result(a_row(RECOMPUTE, 4.0), a_row(DISK, 0.2)))
+
+
 def test_text_of_a_demo_on_shared_storage() -> None:
     tokens = TokenCounts(computed=176, shared=1024)
     rows = a_row(RECOMPUTE, 4.0), a_row("redis", 0.2, tokens=tokens), a_row(DEVICE, 0.1)
@@ -182,6 +203,7 @@ def test_json_has_the_promised_shape() -> None:
         "ttft_p99_s": 0.2,
         "output_tokens_per_s": 10.0,
         "tokens": {"computed": 176, "device": 0, "host": 0, "disk": 1024, "shared": 0},
+        "missed_tokens": {},
         "bytes_read": 5,
         "bytes_read_physical": 6,
         "answers_equal": True,

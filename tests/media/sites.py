@@ -24,6 +24,8 @@ from .namespace import own_network
 from .object_servers import KEY_ID, SECRET, moto
 from .servers import Server, free_port, redis_server
 
+NO_NIXL = "NIXL is missing: scripts/env has it on x86-64"
+
 
 class Site(Protocol):
     """A place of one kind, with a real server behind it."""
@@ -138,10 +140,16 @@ class FsSite(_OneServer):
         unmount(self._mounted)
 
 
+def _need_nixl() -> None:
+    if importlib.util.find_spec("nixl_cu12") is None:
+        pytest.skip(NO_NIXL)
+
+
 class NixlSite(FsSite):
     """The same by NIXL."""
 
     def __init__(self, folder: Path) -> None:
+        _need_nixl()
         super().__init__(folder)
         self.url = "nixl+posix" + self.url.removeprefix("fs")
 
@@ -186,6 +194,7 @@ class NixlObjectsSite(S3Site):
     """The same by NIXL."""
 
     def __init__(self, folder: Path) -> None:
+        _need_nixl()
         super().__init__(folder)
         self._direct = self.url
         self.url = "nixl+obj" + self.url.removeprefix("s3")
@@ -255,8 +264,8 @@ SITES: dict[str, Callable[[Path], Site]] = {
     "3fs": ThreeFsSite,
     "fs": FsSite,
     "mooncake": MooncakeSite,
+    "nixl+obj": NixlObjectsSite,
+    "nixl+posix": NixlSite,
     "redis": RedisSite,
     "s3": S3Site,
 }
-if importlib.util.find_spec("nixl_cu12") is not None:
-    SITES |= {"nixl+posix": NixlSite, "nixl+obj": NixlObjectsSite}

@@ -34,10 +34,10 @@ from stepwell.tiers.outcomes import ALREADY_THERE, DONE
 
 from . import test_fs
 from .mounts import mount_memory, unmount
-from .sites import FsSite
+from .sites import NO_NIXL, FsSite
 
 if importlib.util.find_spec("nixl_cu12") is None:
-    pytest.skip("NIXL is missing: scripts/env has it on x86-64", allow_module_level=True)
+    pytest.skip(NO_NIXL, allow_module_level=True)
 
 SIZE = 8192
 LONG_S = 60.0

@@ -24,9 +24,10 @@ from stepwell.tiers.outcomes import ALREADY_THERE, DONE
 
 from .object_servers import KEY_ID, SECRET, Objects, moto, weed
 from .servers import free_port
+from .sites import NO_NIXL
 
 if importlib.util.find_spec("nixl_cu12") is None:
-    pytest.skip("NIXL is missing: scripts/env has it on x86-64", allow_module_level=True)
+    pytest.skip(NO_NIXL, allow_module_level=True)
 
 SIZE = 8192
 LONG_S = 60.0
