@@ -108,16 +108,21 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
     if "://" in arguments.path and not arguments.path.startswith("file:"):
         return _inspect_shared(arguments)
-    report = inspect_store(_directory(arguments.path), rated_dwpd=arguments.rated_dwpd)
+    rated_dwpd = 1.0 if arguments.rated_dwpd is None else arguments.rated_dwpd
+    report = inspect_store(_directory(arguments.path), rated_dwpd=rated_dwpd)
     _print(inspect_json(report) if arguments.json else inspect_text(report))
     return EXIT_OK
 
 
 def _inspect_shared(arguments: argparse.Namespace) -> int:
-    from stepwell.ops.shared import inspect_url, shared_json, shared_text
+    from stepwell.ops.shared import inspect_url
+    from stepwell.ops.shared_report import shared_json, shared_text
     from stepwell.tiers.media.urls import MediumUrl
 
-    report = inspect_url(MediumUrl.parse(arguments.path))
+    url = MediumUrl.parse(arguments.path)
+    if arguments.rated_dwpd is not None:
+        raise ConfigError(f"--rated-dwpd is of a drive, and of no other kind: url={url.shown}")
+    report = inspect_url(url)
     _print(shared_json(report) if arguments.json else shared_text(report))
     return EXIT_OK
 
@@ -505,7 +510,7 @@ examples:
     )  # fmt: skip
     parser.add_argument("path", metavar="PATH|URL", help="directory of the store, or a url")
     parser.add_argument(
-        "--rated-dwpd", type=float, default=1.0, metavar="N",
+        "--rated-dwpd", type=float, metavar="N",
         help="drive writes per day, over five years, that the drive is rated for; on its data "
         "sheet (default 1). The file system's size is taken for the drive's",
     )  # fmt: skip

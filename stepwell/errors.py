@@ -12,7 +12,14 @@ Outcomes of lookups and jobs are values (`stepwell.core.types`), not exceptions.
 Messages are one line and end in ``key=value`` pairs.
 """
 
-__all__ = ["ClosedError", "ConfigError", "DataError", "StepwellError", "TierError"]
+__all__ = [
+    "ClosedError",
+    "ConfigError",
+    "DataError",
+    "StepwellError",
+    "TierError",
+    "in_one_line",
+]
 
 
 class StepwellError(Exception):
@@ -41,3 +48,8 @@ class DataError(StepwellError):
 
 class ClosedError(StepwellError):
     """The object was closed and takes no more work."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """What an error of somebody else's says; its name if it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__

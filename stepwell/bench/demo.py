@@ -11,6 +11,7 @@ Runs vLLM's CPU build, in float32: there a reused prefix gives the same answer b
 
 import contextlib
 import importlib
+import logging
 import math
 import os
 import shutil
@@ -29,7 +30,7 @@ from stepwell.bench.progress import Progress
 from stepwell.bench.prometheus import Metrics
 from stepwell.bench.results import DEVICE, DISK, RECOMPUTE, VLLM_FS, DemoResult, Row, TokenCounts
 from stepwell.bench.server import Server, ServerConfig, ServerError
-from stepwell.bench.stores import FolderStore, SharedStore, Store
+from stepwell.bench.stores import FolderStore, SharedStore, Store, fs_tier_config
 from stepwell.bench.text import make_prompt
 from stepwell.bench.workplace import check_folder, signals_as_exceptions
 from stepwell.engines.vllm_args import kv_transfer_config
@@ -37,6 +38,8 @@ from stepwell.errors import ConfigError, TierError
 from stepwell.settings import Settings, format_bytes
 from stepwell.tiers.media.kinds import open_medium
 from stepwell.tiers.media.urls import MediumUrl
+
+logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _MIN_MODEL_LEN = 8192  # tokens
@@ -165,18 +168,25 @@ class _Demo:
         stores: _Stores = {DISK: (FolderStore(root, DISK), config)}
         if options.compare_fs:
             root = self._folder / "vllm-fs"
-            stores[VLLM_FS] = (FolderStore(root, ""), _fs_config(config, root))
+            stores[VLLM_FS] = (FolderStore(root, ""), fs_tier_config(config, root))
         return self._with_stores(stores, None)
 
     def _with_stores(self, stores: _Stores, shared: SharedStore | None) -> DemoResult:
-        left = ""
         try:
             self._measure_all(stores)
-        finally:
-            if shared is not None:
-                self._progress.phase("erasing")
-                left = shared.erase()
+        except BaseException:  # counted by whoever asked; nothing is to stay that we can remove
+            if left := self._erase(shared):
+                logger.warning("%s", left)
+            raise
+        left = self._erase(shared)
         return self._result(next(iter(stores)), left)
+
+    def _erase(self, shared: SharedStore | None) -> str:
+        """See `SharedStore.erase`; "" without one."""
+        if shared is None:
+            return ""
+        self._progress.phase("erasing")
+        return shared.erase()
 
     def _measure_all(self, stores: _Stores) -> None:
         for mode, (store, transfer_config) in stores.items():
@@ -438,23 +448,6 @@ def _primary_gib(options: DemoOptions, info: machine.ModelInfo) -> int:
 
 def _model_len(options: DemoOptions) -> int:
     return max(_MIN_MODEL_LEN, options.prompt_tokens + options.max_tokens)
-
-
-def _fs_config(config: Mapping[str, object], root: Path) -> dict[str, object]:
-    """vLLM's own connector and file-system tier, through the same CPU spec and primary."""
-    extra = config["kv_connector_extra_config"]
-    if not isinstance(extra, Mapping):
-        raise ConfigError("the connector configuration has no extra configuration")
-    shared = ("spec_name", "spec_module_path", "cpu_bytes_to_use")
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": config["kv_role"],
-        "kv_load_failure_policy": config["kv_load_failure_policy"],
-        "kv_connector_extra_config": {
-            **{key: extra[key] for key in shared},
-            "secondary_tiers": [{"type": "fs", "root_dir": str(root)}],
-        },
-    }
 
 
 def _count_steps(options: DemoOptions) -> int:

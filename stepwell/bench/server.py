@@ -79,7 +79,7 @@ class Server:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.port = config.port or _free_port()
+        self.port = config.port or free_port()
         self.base_url = f"http://{HOST}:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
         self._shm_files: set[Path] = set()
@@ -283,7 +283,8 @@ def _python_path() -> str:
     return os.pathsep.join(part for part in (str(folder), old) if part)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Returns a TCP port of the loopback that nobody listens on just now."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]

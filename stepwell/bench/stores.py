@@ -1,7 +1,6 @@
 """The stores that the demo's engines write and read: a folder, or storage that engines share."""
 
 import secrets
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -12,15 +11,15 @@ from typing import Protocol
 
 from stepwell.bench import storefiles
 from stepwell.bench.prometheus import parse_metrics, total
+from stepwell.bench.server import HOST, free_port
 from stepwell.core.identity import Identity
-from stepwell.errors import StepwellError, TierError
+from stepwell.errors import ConfigError, StepwellError, TierError
 from stepwell.tiers.media.kinds import kind_of, open_medium
 from stepwell.tiers.media.roots import described_roots, erase_root
 from stepwell.tiers.media.urls import MediumUrl
 
-__all__ = ["FolderStore", "SharedStore", "Store"]
+__all__ = ["FolderStore", "SharedStore", "Store", "fs_tier_config"]
 
-_HOST = "127.0.0.1"
 _PASSWORD_NAME = "STEPWELL_DEMO_PASSWORD"
 _QUIET_S = 3.0  # a slow server takes a while for one chunk
 _REST_WITHIN_S = 120.0
@@ -93,7 +92,7 @@ class SharedStore:
         self.env: Mapping[str, str]
         self.url, self.env = _without_password(url, self._url)
         self.tier = kind_of(self._url).name
-        self._port = _free_port()
+        self._port = free_port()
         # Stands for the weights, so that the chunks are this run's alone and can be erased.
         self._weights_id = f"stepwell-demo-{secrets.token_hex(8)}"
 
@@ -105,7 +104,7 @@ class SharedStore:
     @property
     def settings(self) -> dict[str, object]:
         """Of Stepwell, for engines on this store."""
-        return {"weights_id": self._weights_id, "metrics": f"{_HOST}:{self._port}"}
+        return {"weights_id": self._weights_id, "metrics": f"{HOST}:{self._port}"}
 
     def rest(self) -> bool:
         """See `Store.rest`."""
@@ -124,7 +123,7 @@ class SharedStore:
         """See `Store.written_bytes`."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(f"http://{_HOST}:{self._port}/metrics", timeout=_WITHIN_S) as response:
+            with opener.open(f"http://{HOST}:{self._port}/metrics", timeout=_WITHIN_S) as response:
                 metrics = parse_metrics(response.read().decode())
         except (OSError, urllib.error.URLError) as error:
             raise TierError(f"the engine exports no counters: error={error}") from error
@@ -154,6 +153,23 @@ class SharedStore:
         return identity is not None and identity.fields.get("weights") == self._weights_id
 
 
+def fs_tier_config(config: Mapping[str, object], root: Path) -> dict[str, object]:
+    """vLLM's own connector and file-system tier, through the same CPU spec and primary."""
+    extra = config["kv_connector_extra_config"]
+    if not isinstance(extra, Mapping):
+        raise ConfigError("the connector configuration has no extra configuration")
+    shared = ("spec_name", "spec_module_path", "cpu_bytes_to_use")
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": config["kv_role"],
+        "kv_load_failure_policy": config["kv_load_failure_policy"],
+        "kv_connector_extra_config": {
+            **{key: extra[key] for key in shared},
+            "secondary_tiers": [{"type": "fs", "root_dir": str(root)}],
+        },
+    }
+
+
 def _without_password(text: str, url: MediumUrl) -> tuple[str, dict[str, str]]:
     """An engine's command line is seen by all users of the machine, and its log is kept."""
     if not url.password or url.secret() != url.password:
@@ -162,10 +178,3 @@ def _without_password(text: str, url: MediumUrl) -> tuple[str, dict[str, str]]:
     before, _, after = rest.rpartition("@")
     user = before.partition(":")[0]
     return f"{scheme}://{user}:${{{_PASSWORD_NAME}}}@{after}", {_PASSWORD_NAME: url.password}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port

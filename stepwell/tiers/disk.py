@@ -21,10 +21,17 @@ from stepwell.core.types import (
 from stepwell.policy.endurance import EnduranceState
 from stepwell.tiers.base import TierContext
 from stepwell.tiers.blockio import MAX_RUN
-from stepwell.tiers.drive import FAILED, Drive
+from stepwell.tiers.drive import Drive
 from stepwell.tiers.jobs import JobRunner
 from stepwell.tiers.ledger import Evicted
-from stepwell.tiers.outcomes import ALREADY_THERE, DONE, read_failure, verdict, write_refusal
+from stepwell.tiers.outcomes import (
+    ALREADY_THERE,
+    DONE,
+    FAILED,
+    read_failure,
+    verdict,
+    write_refusal,
+)
 from stepwell.tiers.slots import BOOKKEEPING_BYTES
 from stepwell.tiers.threaded import ThreadedTier
 

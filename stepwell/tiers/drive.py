@@ -34,15 +34,12 @@ from stepwell.tiers.frames import (
 )
 from stepwell.tiers.journal import Journal
 from stepwell.tiers.ledger import Drop, Evicted, Full, Got, Grow, Ledger
-from stepwell.tiers.outcomes import NO_ROOM
+from stepwell.tiers.outcomes import FAILED, NO_ROOM
 from stepwell.tiers.slots import BOOKKEEPING_BYTES, Extent
 
-__all__ = ["FAILED", "Drive"]
+__all__ = ["Drive"]
 
 logger = logging.getLogger(__name__)
-
-FAILED = ChunkResult(Outcome.FAILED, Reason.IO_ERROR)
-"""The drive failed."""
 
 # After a drive would not give more space it is not asked again for so long.
 _GROW_AGAIN_S = 1.0

@@ -8,10 +8,12 @@ from stepwell.core.record import Header, verify
 from stepwell.core.types import Chunk, ChunkResult, Direction, Outcome, Reason
 from stepwell.errors import DataError
 from stepwell.metrics import Metrics
+from stepwell.tiers.errnos import NO_ROOM_LEFT
 
 __all__ = [
     "ALREADY_THERE",
     "DONE",
+    "FAILED",
     "NO_ROOM",
     "count_results",
     "read_failure",
@@ -21,6 +23,7 @@ __all__ = [
 
 DONE = ChunkResult(Outcome.DONE)
 ALREADY_THERE = ChunkResult(Outcome.DONE, Reason.EXISTS)
+FAILED = ChunkResult(Outcome.FAILED, Reason.IO_ERROR)
 NO_ROOM = ChunkResult(Outcome.FULL, Reason.CAPACITY)
 
 
@@ -67,11 +70,11 @@ def read_failure(error: OSError) -> ChunkResult:
     """What a failed read means: no memory, or a medium that failed."""
     if error.errno == errno.ENOMEM:
         return ChunkResult(Outcome.FAILED, Reason.INTERNAL)
-    return ChunkResult(Outcome.FAILED, Reason.IO_ERROR)
+    return FAILED
 
 
 def write_refusal(error: OSError) -> ChunkResult:
     """What a failed write means: no room on the medium, no memory, or a medium that failed."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in NO_ROOM_LEFT:
         return ChunkResult(Outcome.FULL, Reason.NO_SPACE)
     return read_failure(error)

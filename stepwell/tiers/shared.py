@@ -16,7 +16,7 @@ from stepwell.tiers.jobs import JobRunner
 from stepwell.tiers.media.base import Medium, Record, Stats, Wanted
 from stepwell.tiers.media.records import ABSENT
 from stepwell.tiers.media.roots import describe, description_key, erase_root
-from stepwell.tiers.outcomes import ALREADY_THERE, DONE, verdict
+from stepwell.tiers.outcomes import ALREADY_THERE, DONE, FAILED, verdict
 from stepwell.tiers.presence import Presence, Question
 from stepwell.tiers.threaded import ThreadedTier
 
@@ -24,7 +24,6 @@ __all__ = ["SharedTier"]
 
 logger = logging.getLogger(__name__)
 
-FAILED = ChunkResult(Outcome.FAILED, Reason.IO_ERROR)
 _BEING_REMOVED = ChunkResult(Outcome.FULL, Reason.DEADLINE)
 
 # Questions that wait for a thread; beyond it the answer is MISS.

@@ -24,7 +24,7 @@ from stepwell.tiers.media.urls import MediumUrl
 
 pytestmark = pytest.mark.engine
 
-DEMO_KINDS = {"fs", "mooncake", "redis", "s3"}
+DEMO_KINDS = {"3fs", "fs", "mooncake", "redis", "s3"}
 
 TINY = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 2, "intermediate": 512, "vocab": 2048}
 

@@ -2,8 +2,11 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import redis
@@ -11,6 +14,7 @@ from media.servers import redis_server
 
 from stepwell import cli
 from stepwell.bench import medium
+from stepwell.bench.demo import _Demo
 from stepwell.bench.medium import run_medium
 from stepwell.bench.storage_options import StorageOptions
 from stepwell.bench.storage_results import RAW, READ, TIER, WRITE
@@ -158,3 +162,18 @@ def test_what_the_demo_leaves_is_said(port: int) -> None:
     url = f"redis://127.0.0.1:{port}"
     assert SharedStore(url).erase() == f"Nothing of the demo's was found on {url}."
     assert "are left on redis://127.0.0.1:1:" in SharedStore("redis://127.0.0.1:1").erase()
+
+
+def test_a_demo_that_fails_says_what_it_leaves(caplog: pytest.LogCaptureFixture) -> None:
+    """It was known, and lost with the failure."""
+
+    def fail(_: object) -> None:
+        raise KeyboardInterrupt
+
+    demo: Any = SimpleNamespace(
+        _measure_all=fail, _progress=SimpleNamespace(phase=lambda words: None)
+    )
+    demo._erase = partial(_Demo._erase, demo)
+    with pytest.raises(KeyboardInterrupt):
+        _Demo._with_stores(demo, {}, SharedStore("redis://127.0.0.1:1"))
+    assert "chunks are left on redis://127.0.0.1:1:" in caplog.text

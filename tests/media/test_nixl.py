@@ -23,12 +23,12 @@ from stepwell.errors import ConfigError, TierError
 from stepwell.testing import buffer_of, key_of, payload_of
 from stepwell.tiers.media import nixl
 from stepwell.tiers.media.base import Medium, Record, Wanted
-from stepwell.tiers.media.engines import Engines, Taken
 from stepwell.tiers.media.fs import FsMedium
 from stepwell.tiers.media.kinds import open_medium
-from stepwell.tiers.media.movers import EngineMover, Piece
+from stepwell.tiers.media.movers import Piece, TransferMover
 from stepwell.tiers.media.nixl import FileTransfers, Plugin
 from stepwell.tiers.media.records import ABSENT, TRUNCATED
+from stepwell.tiers.media.transfer_engines import TakenEngine, TransferEngines
 from stepwell.tiers.media.urls import MediumUrl
 from stepwell.tiers.outcomes import ALREADY_THERE, DONE
 
@@ -242,7 +242,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk(small: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of each record it is said whether there was room for it."""
-    mover = EngineMover("nixl", lambda size: FileTransfers(URING, size, []), direct=True)
+    mover = TransferMover("nixl", lambda size: FileTransfers(URING, size, []), direct=True)
     mover.check(str(small))
     paths = [f"{small}/{idx}" for idx in range(4)]
     written = mover.write(paths, records_of(KEYS[:4], 400 << 10), LONG_S)
@@ -309,14 +309,14 @@ def test_a_write_that_ends_as_it_is_given_up_leaves_no_file(
 ) -> None:
     """The thread had found nobody who gave up, and the caller left the files to the thread."""
     medium = medium_at(tmp_path / "pool")
-    run = Taken.run
+    run = TakenEngine.run
 
-    def run_late(taken: Taken[Any], work: Callable[[], Any]) -> None:
+    def run_late(taken: TakenEngine[Any], work: Callable[[], Any]) -> None:
         run(taken, work)
         raise TierError("no answer in time")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Taken, "run", run_late)
+        patch.setattr(TakenEngine, "run", run_late)
         with pytest.raises(TierError, match="in time"):
             medium.write(records_of(KEYS), LONG_S)
     assert list((tmp_path / "pool/temp").iterdir()) == []
@@ -336,7 +336,7 @@ def test_an_agent_that_cannot_be_replaced(
     given_up: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that has failed is not used again, whatever becomes of the next."""
-    engines = Engines("nixl", lambda size_bytes: FileTransfers(URING, size_bytes, given_up))
+    engines = TransferEngines("nixl", lambda size_bytes: FileTransfers(URING, size_bytes, given_up))
     good = file_of(tmp_path / "0", b"x" * 8192)
     bad = file_of(tmp_path / "1", b"y" * 8192, os.O_WRONLY)
     with monkeypatch.context() as patch, engines.taken(8192, LONG_S) as taken:
@@ -393,7 +393,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def begin_late(engines: Engines[FileTransfers], fd: int) -> FileTransfers:
+def begin_late(engines: TransferEngines[FileTransfers], fd: int) -> FileTransfers:
     with engines.taken(8192, LONG_S):  # to be late with a transfer, and not with an agent
         pass
     with engines.taken(8192, 0.5) as taken:
@@ -406,7 +406,7 @@ def begin_late(engines: Engines[FileTransfers], fd: int) -> FileTransfers:
 def test_a_late_transfer_keeps_its_memory_until_it_is_over(
     pipe: tuple[int, int], tmp_path: Path
 ) -> None:
-    engines = Engines("nixl", lambda size_bytes: FileTransfers(URING, size_bytes, []))
+    engines = TransferEngines("nixl", lambda size_bytes: FileTransfers(URING, size_bytes, []))
     good = file_of(tmp_path / "0", b"g" * 8192)
     began_s = time.monotonic()
     late = begin_late(engines, pipe[0])
@@ -485,8 +485,8 @@ def test_a_file_system_that_hangs(site: FsSite, tmp_path: Path) -> None:
 def test_closing_does_not_wait_for_what_is_late(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("stepwell.tiers.media.engines._CLOSE_WITHIN_S", 0.2)
-    engines = Engines("nixl", lambda size_bytes: FileTransfers(URING, size_bytes, []))
+    monkeypatch.setattr("stepwell.tiers.media.transfer_engines._CLOSE_WITHIN_S", 0.2)
+    engines = TransferEngines("nixl", lambda size_bytes: FileTransfers(URING, size_bytes, []))
     begin_late(engines, pipe[0])
     engines.close()
     assert "not over" in caplog.text

@@ -10,16 +10,19 @@ from typing import Any
 import obstore
 import pytest
 
+from stepwell.core.identity import Identity
 from stepwell.core.keys import Key, root_of
 from stepwell.core.record import HEADER_BYTES, Header, payload_checksum
 from stepwell.core.types import Chunk, ChunkResult, Direction, Outcome, Reason
 from stepwell.errors import ConfigError, TierError
+from stepwell.ops.shared import MediumReport, inspect_url
 from stepwell.testing import Driver, SharedTierContract, buffer_of, key_of, payload_of
 from stepwell.tiers.base import TierContext
 from stepwell.tiers.media.base import Record, Wanted
 from stepwell.tiers.media.object_stores import open_store, words_of
 from stepwell.tiers.media.objects import ObjectMedium, open_medium
 from stepwell.tiers.media.records import name_of
+from stepwell.tiers.media.roots import describe
 from stepwell.tiers.media.urls import MediumUrl
 from stepwell.tiers.outcomes import ALREADY_THERE, DONE
 from stepwell.tiers.shared import SharedTier
@@ -626,6 +629,21 @@ def test_a_user_who_may_not_write(
     message = refusal(running("weed").url("x"))
     assert "AccessDenied" in message
     assert "may get, put, delete and list" in message
+
+
+def test_looking_at_a_bucket_writes_nothing(
+    running: Callable[[str], Objects], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a bucket holds can be looked at by a user who may only read."""
+    url = MediumUrl.parse(running("weed").url("looked-at"))
+    identity = Identity({"model": "some"})
+    writer = open_medium(url, 30.0)
+    assert describe(writer, identity, 1.0, 30.0)
+    writer.close()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "reader")
+    report = inspect_url(url)
+    assert isinstance(report, MediumReport)
+    assert report.roots == {identity.root: identity}
 
 
 @pytest.mark.parametrize("code", ["ExpiredToken", "InvalidToken"])

@@ -923,3 +923,37 @@ def test_erasing_what_cannot_be_removed_is_said(tmp_path: Path, close: Close) ->
         patch.setattr(os, "unlink", refuse)
         with pytest.raises(TierError, match="erase failed"):
             medium.erase(root_of(key_of(1)))
+
+
+def test_what_was_erased_is_not_charged_any_more(tmp_path: Path, close: Close) -> None:
+    """It was until the next count, ten minutes later; in a full pool others' records made way."""
+    medium = close(medium_at(tmp_path / "pool", "64MiB"))
+    records = [record_of(idx) for idx in range(40)]
+    assert medium.write(records, 10.0) == [DONE] * 40
+    until(lambda: (medium.stats(1.0).used_bytes or 0) > 2 * MIB)
+    eraser = close(open_medium(MediumUrl.parse(f"fs://{tmp_path}/pool?capacity=64MiB"), 10.0))
+    assert eraser.erase(root_of(records[0].key)) == 40
+    # What this member was granted and has not written stays charged.
+    until(lambda: (medium.stats(1.0).used_bytes or 0) < 2 * MIB)
+
+
+def test_without_threads_it_fails_as_a_tier(
+    tmp_path: Path, close: Close, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine is to start all the same, and to try again."""
+    real = threading.Thread.start
+    refused = ["stepwell-pool-open", "stepwell-pool"]
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name in refused:
+            refused.remove(thread.name)
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    medium = close(open_medium(MediumUrl.parse(f"fs://{tmp_path}/pool?capacity=8MiB"), 10.0))
+    for _ in range(2):
+        with pytest.raises(TierError, match="thread"):
+            medium.check()
+    medium.check()
+    assert medium.write([record_of(1)], 10.0) == [DONE]

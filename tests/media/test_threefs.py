@@ -343,8 +343,8 @@ def test_checks_that_hang_leave_no_more_and_more_behind(
 ) -> None:
     """Each left a thread, its memory, its rings and a file."""
     monkeypatch.setattr("stepwell.tiers.media.movers._CHECK_WITHIN_S", 0.2)
-    monkeypatch.setattr("stepwell.tiers.media.engines._CLOSE_WITHIN_S", 0.1)
-    monkeypatch.setattr("stepwell.tiers.media.engines._LANES", 3)
+    monkeypatch.setattr("stepwell.tiers.media.transfer_engines._CLOSE_WITHIN_S", 0.1)
+    monkeypatch.setattr("stepwell.tiers.media.transfer_engines._LANES", 3)
     usrbio.faults.result = lambda n, whole: None
     num_threads = threading.active_count()
     medium = open_medium(url_of(tmp_path / "pool"), LONG_S)
@@ -364,7 +364,7 @@ def test_checks_that_hang_leave_no_more_and_more_behind(
 
 def test_no_shared_memory(usrbio: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was told as a directory that is not mounted, or not writable."""
-    monkeypatch.setattr("stepwell.tiers.media.engines._UNIT_BYTES", 1 << 44)
+    monkeypatch.setattr("stepwell.tiers.media.transfer_engines._UNIT_BYTES", 1 << 44)
     medium = open_medium(url_of(tmp_path / "pool"), LONG_S)
     with pytest.raises(TierError, match=f"memory of {1 << 44} bytes: No space.*/dev/shm"):
         medium.check()
@@ -459,3 +459,46 @@ def test_a_pool_is_the_same_as_with_fs(usrbio: Any, tmp_path: Path, writer: str)
     assert media[schemes[writer]].write(records_of(KEYS), LONG_S) == [ALREADY_THERE] * 6
     for medium in media.values():
         medium.close()
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_what_is_there_can_be_read_without_a_check(
+    request: pytest.FixtureRequest, tmp_path: Path, library: bool
+) -> None:
+    """As by a tool, and by an engine that was started while the file system was away."""
+    if library:
+        request.getfixturevalue("usrbio")
+    writer = medium_at(tmp_path / "pool")
+    assert writer.write(records_of(KEYS), LONG_S) == [DONE] * 6
+    writer.close()
+    medium = open_medium(url_of(tmp_path / "pool"), 10.0)
+    wanted = wanted_of(KEYS)
+    check_read(medium.read(wanted, LONG_S), wanted, list(range(6)))
+    medium.close()
+
+
+def test_closing_gives_back_what_is_not_late(
+    medium: FsMedium, usrbio: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One ring that never came back kept all of them, and their memory."""
+    monkeypatch.setattr("stepwell.tiers.media.transfer_engines._CLOSE_WITHIN_S", 0.1)
+    closed: list[object] = []
+    real = threefs._Rings.close
+
+    def close(rings: threefs._Rings) -> None:
+        closed.append(rings)
+        real(rings)
+
+    monkeypatch.setattr(threefs._Rings, "close", close)
+    release = threading.Event()
+    lanes = medium._mover._mover._engines  # type: ignore[attr-defined]
+
+    with lanes.taken(1, LONG_S) as taken:
+        taken._give_up_s = 0.0
+        with pytest.raises(TierError):
+            taken.run(release.wait)
+    wanted = wanted_of(KEYS)
+    medium.read(wanted, LONG_S)  # on another lane
+    medium.close()
+    assert len(closed) == 1
+    release.set()

@@ -19,9 +19,8 @@ from stepwell.ops.shared import (
     PoolReport,
     inspect_pool,
     inspect_url,
-    shared_json,
-    shared_text,
 )
+from stepwell.ops.shared_report import shared_json, shared_text
 from stepwell.testing import buffer_of, key_of
 from stepwell.tiers.media.base import Record, Stats
 from stepwell.tiers.media.fs import FsMedium, open_medium

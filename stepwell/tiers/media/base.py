@@ -1,8 +1,8 @@
 """A medium: storage that several engines share, reduced to what a tier asks of it.
 
-A medium moves records by their keys and says what happened. It decides nothing: it neither
-verifies nor remembers, has no threads of its own, and knows no job; `stepwell.tiers.shared` does
-all that, once for every kind.
+A medium moves records by their keys and says what happened. It neither verifies a record nor
+remembers which there are, and knows no job; `stepwell.tiers.shared` does all that, once for every
+kind. What a kind needs for itself, as threads or a sweeper of a shared directory, is its own.
 """
 
 from collections.abc import Iterator, Sequence

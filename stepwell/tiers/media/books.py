@@ -5,16 +5,11 @@ import json
 import os
 from dataclasses import dataclass
 
+from stepwell.tiers.errnos import VANISHED
 from stepwell.tiers.files import read_small_text
 from stepwell.tiers.media.quota import Quota
 
-__all__ = ["GONE", "VANISHED", "Books", "books_from", "number", "read_json", "write_json"]
-
-GONE = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
-"""What the system says of a file that somebody else has just removed."""
-
-VANISHED = GONE - {errno.ESTALE}
-"""Of that, what says so for sure: an NFS server that is set up anew calls everything stale."""
+__all__ = ["Books", "books_from", "number", "read_json", "write_json"]
 
 _MOST = 1 << 62
 

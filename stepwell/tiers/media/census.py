@@ -12,8 +12,8 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from stepwell.tiers.errnos import VANISHED
 from stepwell.tiers.files import opened_folder
-from stepwell.tiers.media.books import VANISHED
 
 __all__ = ["Oldest", "Seen", "files", "prune", "record_folders", "records", "roots", "used_ns"]
 

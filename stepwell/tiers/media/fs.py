@@ -23,11 +23,11 @@ from stepwell.core.record import record_bytes
 from stepwell.core.types import ChunkResult, Outcome, Reason
 from stepwell.errors import ConfigError, TierError
 from stepwell.settings import parse_duration, parse_size
+from stepwell.tiers.errnos import GONE, NO_LINKS
 from stepwell.tiers.files import is_there
 from stepwell.tiers.media.base import Page, Record, Stats, Wanted
-from stepwell.tiers.media.books import GONE
 from stepwell.tiers.media.census import prune, record_folders, records
-from stepwell.tiers.media.marker import NO_LINKS, make_pool, read_pool_id
+from stepwell.tiers.media.marker import make_pool, read_pool_id
 from stepwell.tiers.media.movers import Mover, SystemCalls, in_time
 from stepwell.tiers.media.pool import Pool
 from stepwell.tiers.media.poolfiles import PoolFiles
@@ -170,8 +170,12 @@ class FsMedium:
         with self._lock:
             opening = self._opening
             if self._pool is None and (opening is None or not opening.is_alive()):
-                opening = self._opening = _Opening(self, make=make)
-                opening.start()
+                opening = _Opening(self, make=make)
+                try:
+                    opening.start()
+                except RuntimeError as error:
+                    raise TierError(f"there is no thread for it: path={self.path}") from error
+                self._opening = opening
         if self._pool is None and opening is not None:
             opening.join(min(within_s, self._timeout_s))
             if opening.error is not None:
@@ -181,6 +185,8 @@ class FsMedium:
         return self._pool
 
     def _why_not(self, error: Exception) -> Exception:
+        if isinstance(error, RuntimeError):  # no thread for the pool
+            return TierError(f"the directory is not opened: path={self.path} error={error}")
         if not isinstance(error, OSError):
             return error
         what = error.strerror or str(error)
@@ -229,8 +235,12 @@ class FsMedium:
 
     def read(self, wanted: Sequence[Wanted], within_s: float) -> list[Page | ChunkResult]:
         """See `stepwell.tiers.media.base.Medium.read`."""
+        give_up_s = time.monotonic() + within_s
+        self._ready(within_s)  # it is the mover that has to be
         paths = [self._path(each.key) for each in wanted]
-        return self._mover.read(paths, [each.payload for each in wanted], within_s)
+        return self._mover.read(
+            paths, [each.payload for each in wanted], give_up_s - time.monotonic()
+        )
 
     def write(self, records: Sequence[Record], within_s: float) -> list[ChunkResult]:
         """See `stepwell.tiers.media.base.Medium.write`."""
@@ -407,6 +417,9 @@ class FsMedium:
                 prune(folder, 1 << 63)  # unless somebody writes to it
         except OSError as error:
             raise self._failure("erase", error) from error
+        if count:
+            with contextlib.suppress(OSError):  # it is counted some time anyway
+                self._files.ask_for_count()
         return count
 
     def keys(self, root: Root) -> Iterator[Key]:

@@ -10,7 +10,7 @@ from stepwell.errors import ConfigError
 from stepwell.tiers.media.base import Medium, Promises
 from stepwell.tiers.media.urls import MediumUrl
 
-__all__ = ["KINDS", "Kind", "kind_of", "open_medium"]
+__all__ = ["INSTALL_NIXL", "KINDS", "NIXL_PACKAGES", "Kind", "kind_of", "open_medium"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,13 @@ def _is_there(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-# The package has another name for each version of CUDA.
-_NIXL = "nixl_cu12 or nixl_cu13 or nixl"
-# It asks for torch with CUDA, which it does not need for this.
-_INSTALL_NIXL = "pip install --no-deps nixl-cu12"
+NIXL_PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
+"""NIXL's package has another name for each version of CUDA."""
+
+_NIXL = " or ".join(NIXL_PACKAGES)
+
+INSTALL_NIXL = "pip install --no-deps nixl-cu12"
+"""It asks for torch with CUDA, which it does not need for this."""
 
 _OBJECTS = "stepwell.tiers.media.objects"
 
@@ -153,7 +156,7 @@ KINDS: tuple[Kind, ...] = (
         "stepwell.tiers.media.nixl",
         (_NIXL,),
         "nixl",
-        _INSTALL_NIXL,
+        INSTALL_NIXL,
         is_pool=True,
     ),
     Kind(
@@ -165,7 +168,7 @@ KINDS: tuple[Kind, ...] = (
         "stepwell.tiers.media.nixl",
         (_NIXL, "obstore"),
         "nixl-obj",
-        f"pip install 'stepwell[s3]' && {_INSTALL_NIXL}",
+        f"pip install 'stepwell[s3]' && {INSTALL_NIXL}",
     ),
     Kind(
         "3fs",

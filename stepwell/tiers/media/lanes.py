@@ -34,6 +34,8 @@ class Lane:
         self._lock = threading.Lock()
         self._is_calling = False
         self._is_taken = False
+        self.has_ended = False
+        """It was idle, and will not be used any more."""
         # A daemon: a call that never comes back must not keep the process.
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
@@ -71,7 +73,8 @@ class Lane:
             self._on_idle(self)
 
     def end(self) -> None:
-        """End the thread when it has nothing to do any more."""
+        """End the thread, which has nothing to do any more."""
+        self.has_ended = True
         self._tasks.put(None)
 
     def _run(self) -> None:

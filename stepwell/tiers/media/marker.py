@@ -15,12 +15,10 @@ import time
 from pathlib import Path
 
 from stepwell.errors import ConfigError
+from stepwell.tiers.errnos import NO_LINKS
 from stepwell.tiers.files import is_there, read_small_text
 
-__all__ = ["NO_LINKS", "make_pool", "read_pool_id"]
-
-NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
-"""What a file system without hard links says of one."""
+__all__ = ["make_pool", "read_pool_id"]
 
 _MARKER = "stepwell-pool.json"
 _FORMAT = 1

@@ -26,7 +26,7 @@ from stepwell.tiers.media.mooncake_setup import (
 )
 from stepwell.tiers.media.records import ABSENT, LAYOUT, name_of, root_name, split
 from stepwell.tiers.media.urls import MediumUrl
-from stepwell.tiers.outcomes import ALREADY_THERE, DONE, NO_ROOM
+from stepwell.tiers.outcomes import ALREADY_THERE, DONE, FAILED, NO_ROOM
 
 __all__ = ["MooncakeMedium", "open_medium"]
 
@@ -38,7 +38,6 @@ _MISFIT = -600  # the memory is too small for the object, among other things
 _NOT_THERE = frozenset({-703, -704})  # not written to its end, not found
 _NO_ANSWER = frozenset({-900, -901})
 
-_FAILED = ChunkResult(Outcome.FAILED, Reason.IO_ERROR)
 # Somebody has begun to write it. If he died, the master gives the name free after half a minute.
 _TAKEN = ChunkResult(Outcome.FULL, Reason.DEADLINE)
 
@@ -124,6 +123,7 @@ class MooncakeMedium:
         self._config = config
         self._transfers = threading.BoundedSemaphore(transfers)
         self._check_machine = check_machine
+        self._lock = threading.Lock()
         self.num_short = 0
 
     def check(self) -> None:
@@ -287,15 +287,19 @@ class MooncakeMedium:
             if count == 0:
                 results[idx] = _TAKEN
             elif count < 0:  # it may be there, or not: nobody knows
-                results[idx] = _FAILED
+                results[idx] = FAILED
         self._log("lookup", counts)
         short = [count for count in counts if 0 < count < asked_for]
-        if short and not self.num_short:
+        if not short:
+            return
+        with self._lock:
+            is_first = not self.num_short
+            self.num_short += len(short)
+        if is_first:
             logger.warning(
                 "Mooncake keeps fewer replicas than asked for; are there so many nodes with room? "
                 "This is said once: url=%s replicas=%d kept=%d", self._shown, asked_for, min(short),
             )  # fmt: skip
-        self.num_short += len(short)
 
     def _log(self, what: str, codes: Sequence[int]) -> None:
         """Say what is wrong; each chunk's result says only that something is."""
@@ -340,7 +344,7 @@ def _read(memory: memoryview, length: int, wanted: Wanted) -> Page | ChunkResult
     if length in _NOT_THERE:
         return ABSENT
     if length < 0:
-        return _FAILED
+        return FAILED
     if length > len(memory):
         return LAYOUT
     if length < len(memory):
@@ -352,4 +356,4 @@ def _read(memory: memoryview, length: int, wanted: Wanted) -> Page | ChunkResult
 def _written(code: int) -> ChunkResult:
     if code in _NO_ROOM:
         return NO_ROOM
-    return _FAILED if code < 0 else DONE
+    return FAILED if code < 0 else DONE

@@ -12,9 +12,9 @@ import socket
 import time
 from collections.abc import Sequence
 
-from stepwell.errors import TierError
+from stepwell.errors import TierError, in_one_line
 
-__all__ = ["Address", "answers", "reachable", "shown_address", "words_of"]
+__all__ = ["Address", "answers", "reachable", "shown_address"]
 
 Address = tuple[str, int]
 
@@ -36,7 +36,7 @@ def reachable(addresses: Sequence[Address], ha: bool, timeout_s: float) -> Addre
     try:
         answer = _ask(host, port, timeout_s)
     except OSError as error:
-        wrong = words_of(error)
+        wrong = in_one_line(error)
     else:
         if not answer:  # a master hangs up on what is none of its requests
             return host, port
@@ -60,11 +60,6 @@ def shown_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def words_of(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def _leader(etcds: Sequence[Address], timeout_s: float) -> Address:
     """Whom etcd names; its entry goes a few seconds after the master that wrote it."""
     failures = []
@@ -76,7 +71,7 @@ def _leader(etcds: Sequence[Address], timeout_s: float) -> Address:
                 return name.strip("[]"), int(number)
             wrong = "it names no master: is mooncake_master running, with --enable_ha=true?"
         except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
-            wrong = words_of(error)
+            wrong = in_one_line(error)
         failures.append(f"{shown_address(host, port)} {wrong}")
     raise TierError(
         f"etcd does not say where the master is; does it run there? {'; '.join(failures)}"

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepwell.errors import ConfigError, TierError
+from stepwell.errors import ConfigError, TierError, in_one_line
 from stepwell.tiers.media.mooncake_left import leave
-from stepwell.tiers.media.mooncake_reach import answers, reachable, shown_address, words_of
+from stepwell.tiers.media.mooncake_reach import answers, reachable, shown_address
 from stepwell.tiers.media.urls import MediumUrl
 
 __all__ = ["Target", "check_devices", "connect", "load_library", "may_close", "target_of"]
@@ -157,7 +157,7 @@ def load_library(url: MediumUrl, timeout_s: float) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"the library of Mooncake cannot be loaded; it needs libibverbs1, libnuma1 and "
-            f"libcurl4 of the system: url={url.shown} error={words_of(error)}"
+            f"libcurl4 of the system: url={url.shown} error={in_one_line(error)}"
         ) from error
 
 

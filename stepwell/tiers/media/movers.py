@@ -16,20 +16,13 @@ from stepwell.core.record import HEADER_BYTES, record_bytes
 from stepwell.core.types import ChunkResult, Outcome
 from stepwell.errors import ConfigError, TierError
 from stepwell.tiers.blockio import probe_direct, read_run, write_run
+from stepwell.tiers.errnos import GONE
 from stepwell.tiers.media.base import Page, Record
-from stepwell.tiers.media.books import GONE
-from stepwell.tiers.media.engines import (
-    Engines,
-    HasMemory,
-    arrived,
-    lay_out,
-    not_read,
-    offsets_of,
-)
-from stepwell.tiers.media.records import TRUNCATED
+from stepwell.tiers.media.records import TRUNCATED, arrived, lay_out, not_read, offsets_of
+from stepwell.tiers.media.transfer_engines import TransferEngine, TransferEngines
 from stepwell.tiers.outcomes import DONE, write_refusal
 
-__all__ = ["EngineMover", "FileEngine", "Mover", "Piece", "SystemCalls", "in_time"]
+__all__ = ["TransferMover", "FileEngine", "Mover", "Piece", "SystemCalls", "in_time"]
 
 T = TypeVar("T")
 
@@ -187,7 +180,7 @@ class Piece:
     size_bytes: int
 
 
-class FileEngine(HasMemory, Protocol):
+class FileEngine(TransferEngine, Protocol):
     """Moves records between its memory and files."""
 
     def move(self, pieces: Sequence[Piece], *, write: bool) -> list[int]:
@@ -199,7 +192,7 @@ class FileEngine(HasMemory, Protocol):
         ...
 
 
-class EngineMover:
+class TransferMover:
     """Records by way of an engine's memory, on its thread.
 
     Everything that may hang is done on that thread: opening and closing files too. Neither the
@@ -207,7 +200,7 @@ class EngineMover:
 
     Args:
         name: of the library, for messages and threads.
-        make: see `stepwell.tiers.media.engines.Engines`.
+        make: see `stepwell.tiers.media.transfer_engines.TransferEngines`.
         direct: whether to use O_DIRECT where that works.
     """
 
@@ -215,7 +208,7 @@ class EngineMover:
         self._name = name
         self._may_be_direct = direct
         self._direct = False
-        self._engines = Engines(name, make)
+        self._engines = TransferEngines(name, make)
 
     def check(self, folder: str) -> None:
         """See `Mover.check`: a record there and back."""

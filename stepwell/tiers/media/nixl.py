@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 
 from stepwell.core.memory import aligned_memory
-from stepwell.errors import ConfigError
+from stepwell.errors import ConfigError, in_one_line
 from stepwell.tiers.media.base import Medium
 from stepwell.tiers.media.fs import PARAMETERS, FsMedium, limits_of, path_of
-from stepwell.tiers.media.movers import EngineMover, Piece
+from stepwell.tiers.media.kinds import INSTALL_NIXL, NIXL_PACKAGES
+from stepwell.tiers.media.movers import Piece, TransferMover
 from stepwell.tiers.media.urls import MediumUrl
 
 __all__ = ["Agent", "FileTransfers", "Plugin", "open_medium", "plugin_of"]
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 # The better first. Both hold on to a file from when a transfer begins. POSIX AIO, which NIXL has as
 # well, knows a file by its number alone: the rest of a transfer that failed could go to another.
 _APIS = {"uring": "use_uring", "aio": "use_aio"}
@@ -84,7 +84,7 @@ def open_medium(url: MediumUrl, timeout_s: float) -> Medium:
     if name == "POSIX":
         plugin = _posix(url)
     given_up: list[Agent] = []
-    mover = EngineMover(
+    mover = TransferMover(
         "nixl", lambda size_bytes: FileTransfers(plugin, size_bytes, given_up), direct=True
     )
     return FsMedium(path, limits, timeout_s, mover)
@@ -148,20 +148,20 @@ def _memory_types(agent: Any, plugin: str) -> set[str]:
 def _library() -> Any:
     """NIXL's Python module: the package has another name for each version of CUDA."""
     refused: list[str] = []
-    for name in _PACKAGES:
+    for name in NIXL_PACKAGES:
         if importlib.util.find_spec(name) is None:
             continue
         try:
             library = importlib.import_module(name)
         except Exception as error:  # counted with those that were refused
-            refused.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())}")
+            refused.append(f"{name}: {type(error).__name__}: {in_one_line(error)}")
             continue
         if "NIXL_LOG_LEVEL" not in os.environ:  # it would tell of every agent, on stdout
             logging.getLogger("nixl").setLevel(logging.WARNING)
         return library
     if refused:
         raise ConfigError(f"NIXL is installed and does not load: error={'; '.join(refused)}")
-    raise ConfigError("NIXL is not installed; pip install --no-deps nixl-cu12")
+    raise ConfigError(f"NIXL is not installed; {INSTALL_NIXL}")
 
 
 def _new_agent() -> Any:
@@ -338,7 +338,10 @@ class FileTransfers:
 
     @property
     def memory(self) -> memoryview:
-        """See `stepwell.tiers.media.engines.HasMemory`; none after an agent could not be made."""
+        """See `stepwell.tiers.media.transfer_engines.TransferEngine`.
+
+        There is none after an agent could not be made.
+        """
         return memoryview(b"") if self._agent is None else self._agent.memory
 
     def move(self, pieces: Sequence[Piece], *, write: bool) -> list[int]:
@@ -368,7 +371,7 @@ class FileTransfers:
         return [_by_system_call(piece, source, write=write) for piece in pieces]
 
     def close(self) -> None:
-        """See `stepwell.tiers.media.engines.HasMemory.close`."""
+        """See `stepwell.tiers.media.transfer_engines.TransferEngine.close`."""
 
 
 def _by_system_call(piece: Piece, memory: memoryview, *, write: bool) -> int:

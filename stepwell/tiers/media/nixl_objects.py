@@ -18,9 +18,9 @@ from stepwell.core.record import HEADER_BYTES
 from stepwell.core.types import ChunkResult
 from stepwell.errors import ConfigError, TierError
 from stepwell.tiers.media.base import Medium, Page, Record, Stats, Wanted
-from stepwell.tiers.media.engines import Engines, arrived, lay_out, offsets_of
 from stepwell.tiers.media.nixl import Agent, Plugin
-from stepwell.tiers.media.records import name_of
+from stepwell.tiers.media.records import arrived, lay_out, name_of, offsets_of
+from stepwell.tiers.media.transfer_engines import TransferEngines
 from stepwell.tiers.media.urls import MediumUrl
 from stepwell.tiers.outcomes import ALREADY_THERE, DONE
 
@@ -68,7 +68,7 @@ def open_bucket(url: MediumUrl, timeout_s: float, plugin: Plugin) -> "NixlObject
 
 
 class _Objects:
-    """An agent and its memory. See `stepwell.tiers.media.engines.HasMemory`."""
+    """An agent and its memory. See `stepwell.tiers.media.transfer_engines.TransferEngine`."""
 
     def __init__(self, plugin: Plugin, size_bytes: int) -> None:
         self.memory = aligned_memory(size_bytes)
@@ -82,7 +82,7 @@ class _Objects:
         return self._agent.move("OBJ", ends, parts, write=write, together=False)
 
     def close(self) -> None:
-        """See `stepwell.tiers.media.engines.HasMemory.close`."""
+        """See `stepwell.tiers.media.transfer_engines.TransferEngine.close`."""
 
 
 class NixlObjects:
@@ -102,7 +102,7 @@ class NixlObjects:
         self._direct = direct
         self._prefix = prefix
         self._shown = shown
-        self._engines = Engines("nixl", lambda size_bytes: _Objects(plugin, size_bytes))
+        self._engines = TransferEngines("nixl", lambda size_bytes: _Objects(plugin, size_bytes))
 
     def check(self) -> None:
         """See `stepwell.tiers.media.base.Medium.check`: a record there and back, too."""

@@ -18,7 +18,7 @@ from obstore.exceptions import AlreadyExistsError
 
 from stepwell.core.keys import Key, Root, make_key
 from stepwell.core.record import HEADER_BYTES
-from stepwell.core.types import ChunkResult, Outcome, Reason
+from stepwell.core.types import ChunkResult
 from stepwell.errors import ConfigError, TierError
 from stepwell.tiers.media.base import Page, Record, Stats, Wanted
 from stepwell.tiers.media.object_stores import (
@@ -31,7 +31,7 @@ from stepwell.tiers.media.object_stores import (
 )
 from stepwell.tiers.media.records import ABSENT, TRUNCATED, name_of, other_length, root_name
 from stepwell.tiers.media.urls import MediumUrl
-from stepwell.tiers.outcomes import ALREADY_THERE, DONE
+from stepwell.tiers.outcomes import ALREADY_THERE, DONE, FAILED
 
 if TYPE_CHECKING:
     from obstore import GetOptions
@@ -52,7 +52,6 @@ _LIST_AT_ONCE = 1000  # the most that S3 lists with one request
 _ERASE_WITHIN_S = 60.0
 _CHECK_WITHIN_S = 10.0
 _SIGNED_FOR = timedelta(seconds=60)
-_FAILED = ChunkResult(Outcome.FAILED, Reason.IO_ERROR)
 _PROBE = b"stepwell"
 _NOT_IMPLEMENTED = 501
 
@@ -107,6 +106,7 @@ class ObjectMedium:
         self._scheme = scheme
         self._threads = ThreadPoolExecutor(_AT_ONCE, f"stepwell-{scheme}")
         self._able: _Able | None = None  # until it was tried
+        self._closed = False
 
     def check(self) -> None:
         """See `stepwell.tiers.media.base.Medium.check`."""
@@ -194,8 +194,9 @@ class ObjectMedium:
     def read(self, wanted: Sequence[Wanted], within_s: float) -> list[Page | ChunkResult]:
         """See `stepwell.tiers.media.base.Medium.read`."""
         give_up_s = time.monotonic() + within_s
-        able = self._able_by(give_up_s)
-        pieces = [self._submit(self._pieces(each, able.ranges)) for each in wanted]
+        # Who only looks at what is there does not try what the store can do: that takes writing.
+        in_parts = self._able is not None and self._able.ranges
+        pieces = [self._submit(self._pieces(each, in_parts)) for each in wanted]
         errors: list[BaseException] = []
         try:
             return [
@@ -261,7 +262,7 @@ class ObjectMedium:
                 content = self._result(future, give_up_s)
             except ERRORS as error:
                 errors.append(error)
-                return _FAILED
+                return FAILED
             if isinstance(content, ChunkResult):
                 return content
             if not page:
@@ -325,7 +326,7 @@ class ObjectMedium:
             return self._result(future, give_up_s)
         except ERRORS as error:
             errors.append(error)
-            return _FAILED
+            return FAILED
 
     def remove(self, keys: Sequence[Key], within_s: float) -> None:
         """See `stepwell.tiers.media.base.Medium.remove`."""
@@ -362,11 +363,11 @@ class ObjectMedium:
                     yield make_key(root, bytes.fromhex(name.rpartition("/")[2]))
 
     def _list(self, root: Root) -> Iterator[list[str]]:
-        """The names of a root's objects, a page after the other."""
+        """The names of a root's objects, a thousand at a time."""
         try:
-            pages = obstore.list(self._store, f"{root_name(root)}/", chunk_size=_LIST_AT_ONCE)
-            for page in pages:
-                yield [entry["path"] for entry in page]
+            lists = obstore.list(self._store, f"{root_name(root)}/", chunk_size=_LIST_AT_ONCE)
+            for entries in lists:
+                yield [entry["path"] for entry in entries]
         except ERRORS as error:
             raise self._failure("list", error) from error
 
@@ -376,13 +377,15 @@ class ObjectMedium:
 
     def close(self) -> None:
         """See `stepwell.tiers.media.base.Medium.close`."""
+        self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, runs: Iterable[Callable[[], T]]) -> list[Future[T]]:
         try:
             return [self._threads.submit(run) for run in runs]
         except RuntimeError as error:
-            raise TierError(f"the medium is closed: url={self._shown}") from error
+            why = "the medium is closed" if self._closed else "there is no thread for a request"
+            raise TierError(f"{why}: url={self._shown}") from error
 
     def _all(self, runs: Iterable[Callable[[], T]], give_up_s: float) -> list[T]:
         """Run all at once, in time; the first error is everybody's."""

@@ -1,4 +1,4 @@
-"""One process as a member of a pool: what it may write, and its turn at sweeping."""
+"""One process as a member of a pool: what it may write, and its part in sweeping."""
 
 import contextlib
 import logging
@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from os import getpid
 
 from stepwell.errors import ConfigError
-from stepwell.tiers.media.books import GONE
+from stepwell.tiers.errnos import GONE, NO_ROOM_LEFT
 from stepwell.tiers.media.marker import read_pool_id
 from stepwell.tiers.media.poolfiles import PoolFiles
 from stepwell.tiers.media.quota import Member
 from stepwell.tiers.media.sweep import (
-    FULL,
     GONE_AFTER_S,
     LeaseWatch,
     PoolLimits,
@@ -71,9 +70,9 @@ class Pool:
         host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64]
         self.member_id = f"{host}-{getpid()}-{secrets.token_hex(8)}"
         self.num_failures = 0
-        """Of its thread's turns."""
+        """Of its thread's beats."""
         self.trouble = "nobody grants anything yet"
-        """Why the last turn failed; "" if it did not."""
+        """Why the last beat failed; "" if it did not."""
         self._files = files
         self._limits = limits
         # What is asked for beforehand, so that a writer seldom waits.
@@ -85,11 +84,12 @@ class Pool:
         self._written_bytes = self._reserved_bytes = 0
         self._granted_bytes = self._wanted_bytes = 0
         self._num_refused = 0
+        self._is_too_large = False
         self._heard_s = -_SILENT_S
         self._used_bytes: int | None = None
         self._published: Member | None = None
         self._published_s = self._looked_s = -_PULSE_S
-        self._turn_s = 0.0
+        self._beat_s = 0.0
         self._logged_s = -_LOG_EVERY_S
         self._watch = LeaseWatch()
         self._sweeper: Sweeper | None = None
@@ -105,8 +105,9 @@ class Pool:
     # Writing.
 
     def reserve(self, num_bytes: int, within_s: float) -> bool:
-        """Whether so much may be written now; waits a moment for a grant."""
+        """Whether so much may be written now; waits for a grant, 2 s at most."""
         if num_bytes > self._limits.capacity_bytes // 4:
+            self._log_too_large(num_bytes)
             return False
         give_up_s = time.monotonic() + min(within_s, _WAIT_FOR_GRANT_S)
         with self._lock:
@@ -137,6 +138,16 @@ class Pool:
             self._num_refused += refused
             if refused:
                 self._asked.notify()
+
+    def _log_too_large(self, num_bytes: int) -> None:
+        with self._lock:
+            is_first, self._is_too_large = not self._is_too_large, True
+        if is_first:
+            logger.warning(
+                "a record is more than a quarter of the capacity and is not written; this is said "
+                "once: path=%s record=%dB capacity=%dB",
+                self._files.path, num_bytes, self._limits.capacity_bytes,
+            )  # fmt: skip
 
     def _has_heard(self) -> bool:
         return time.clock_gettime(time.CLOCK_BOOTTIME) < self._heard_s + _SILENT_S
@@ -174,14 +185,14 @@ class Pool:
             try:
                 self._beat()
                 self.trouble = ""
-            except Exception as error:  # counted, and the next turn is another chance: a pool
+            except Exception as error:  # counted, and the next beat is another chance: a pool
                 self._on_failure(error)  # whose sweeper ends silently is full for ever
         self._leave()
 
     def _waited(self) -> bool:
-        """Until it is time for the next turn; False once closed."""
+        """Until it is time for the next beat; False once closed."""
         sweeper = self._sweeper
-        # Every turn of a sweeper reads what each member says.
+        # Every beat of a sweeper reads what each member says.
         least_s = _BUSY_S / 2 if sweeper is None else max(_BUSY_S / 2, sweeper.num_members / _READS)
         with self._lock:
             if self._wanted_bytes > self._granted_bytes or (sweeper and sweeper.busy):
@@ -192,10 +203,10 @@ class Pool:
                 self._asked.wait(max(pause_s, least_s))
             closed = self._closed
         # Somebody who writes may ask at any time.
-        left_s = self._turn_s + least_s - time.monotonic()
+        left_s = self._beat_s + least_s - time.monotonic()
         if left_s > 0 and not closed:
             time.sleep(left_s)
-        self._turn_s = time.monotonic()
+        self._beat_s = time.monotonic()
         return not closed
 
     def _on_failure(self, error: Exception) -> None:
@@ -218,7 +229,7 @@ class Pool:
         try:
             self._publish()
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in NO_ROOM_LEFT:
                 raise
             is_full = True
             self._clock = _Clock(self._files.pulse(self.member_id), time.monotonic_ns())

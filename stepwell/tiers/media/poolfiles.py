@@ -6,6 +6,7 @@ Layout, below the path::
     chunks/<root>/<aa>/<bb>/<key> records; 65,536 folders for each root
     temp/<member>-<number>        being written
     pool/members/<member>.json    what a member says of itself; that it changes is its pulse
+    pool/recount                  of no length; since when what is charged may be too much
     pool/sweeps/<epoch>/          of whoever sweeps: its lease, its books, what it is evicting
     pool/sweeps/next-<member>/    what a member would begin to sweep with
 
@@ -22,8 +23,9 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stepwell.tiers.errnos import GONE
 from stepwell.tiers.files import opened_folder, remove_tree
-from stepwell.tiers.media.books import GONE, Books, books_from, number, read_json, write_json
+from stepwell.tiers.media.books import Books, books_from, number, read_json, write_json
 from stepwell.tiers.media.quota import Member
 
 __all__ = ["PoolFiles"]
@@ -89,6 +91,28 @@ class PoolFiles:
                 raise
             folder = os.path.dirname(folder)
         return True
+
+    def ask_for_count(self) -> None:
+        """Have whoever sweeps count the records anew: many are gone that it did not evict."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        fd = os.open(self._recount, flags, 0o666)
+        try:
+            os.utime(fd)
+        finally:
+            os.close(fd)
+
+    def count_asked_ns(self) -> int:
+        """When that was asked for last, by the file system's clock, nanoseconds; 0 for never."""
+        try:
+            return os.lstat(self._recount).st_mtime_ns
+        except OSError as error:
+            if error.errno in GONE:
+                return 0
+            raise
+
+    @property
+    def _recount(self) -> str:
+        return f"{self.path}/pool/recount"
 
     # Members.
 

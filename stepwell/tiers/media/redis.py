@@ -28,12 +28,12 @@ from redis.retry import Retry
 from stepwell.core.keys import Key, Root, make_key
 from stepwell.core.record import HEADER_BYTES
 from stepwell.core.types import ChunkResult, Outcome, Reason
-from stepwell.errors import ConfigError, TierError
+from stepwell.errors import ConfigError, TierError, in_one_line
 from stepwell.tiers.media.base import Page, Record, Stats, Wanted
 from stepwell.tiers.media.bounded import BoundedPool, bounded, within
 from stepwell.tiers.media.records import ABSENT, joined, name_of, root_name, split
 from stepwell.tiers.media.urls import MediumUrl
-from stepwell.tiers.outcomes import ALREADY_THERE, DONE, NO_ROOM
+from stepwell.tiers.outcomes import ALREADY_THERE, DONE, FAILED, NO_ROOM
 
 __all__ = ["RedisMedium", "open_medium"]
 
@@ -44,9 +44,9 @@ _TLS_FILES = {"ca_certs": "ssl_ca_certs", "cert": "ssl_certfile", "key": "ssl_ke
 _SCAN_COUNT = 1000
 _MAX_CONNECTIONS = 1024  # more than a tier has threads
 _CHECK_MS = 1000
+_CHECK_WITHIN_S = 10.0
 _ERASE_WITHIN_S = 60.0
 _NO_RECORD = ChunkResult(Outcome.MISS, Reason.HEADER)
-_FAILED = ChunkResult(Outcome.FAILED, Reason.IO_ERROR)
 _LOST = (redis.ConnectionError, redis.TimeoutError)
 # What a cluster's client raises is no RedisError.
 _ERRORS = (RedisError, RedisClusterException, OSError)
@@ -151,26 +151,27 @@ class RedisMedium:
         name = f"{self._prefix}:check"
         try:
             client = self._ready()
-            client.set(name, b"", px=_CHECK_MS)
-            client.unlink(name)
+            with within(_CHECK_WITHIN_S):
+                client.set(name, b"", px=_CHECK_MS)
+                client.unlink(name)
         except OutOfMemoryError:
             return  # it is there, and takes us when it has room
         except _REFUSED as error:
             raise ConfigError(
                 f"the server refuses us; give redis://user:password@host, and let the user do "
                 f"@read, @write and SCAN on {self._prefix}:*: url={self._shown} "
-                f"error={_words(error)}"
+                f"error={in_one_line(error)}"
             ) from error
         except ReadOnlyError as error:
             raise ConfigError(
                 f"the server takes no writes; give the one that this is a copy of: "
-                f"url={self._shown} error={_words(error)}"
+                f"url={self._shown} error={in_one_line(error)}"
             ) from error
         except _NOT_YET as error:
             raise self._failure("check", error) from error
         except ResponseError as error:
             raise ConfigError(
-                f"the server refuses: url={self._shown} error={_words(error)}"
+                f"the server refuses: url={self._shown} error={in_one_line(error)}"
             ) from error
         except _ERRORS as error:
             raise self._failure("check", error) from error
@@ -242,7 +243,9 @@ class RedisMedium:
     def stats(self, within_s: float) -> Stats:
         """See `stepwell.tiers.media.base.Medium.stats`; of the server, whoever uses it."""
         try:
-            found = self._ready().info("memory")
+            client = self._ready()
+            with within(within_s):
+                found = client.info("memory")
         except _ERRORS as error:
             raise self._failure("info", error) from error
         # Of a cluster one answer per node.
@@ -262,7 +265,7 @@ class RedisMedium:
                 self._client.close()
 
     def _failure(self, command: str, error: BaseException) -> TierError:
-        return TierError(f"redis {command} failed: url={self._shown} error={_words(error)}")
+        return TierError(f"redis {command} failed: url={self._shown} error={in_one_line(error)}")
 
     def _ready(self) -> Any:
         if self._closed:
@@ -314,7 +317,7 @@ class RedisMedium:
         for answer in answers:
             expected = isinstance(answer, OutOfMemoryError) or _is_no_record(answer)
             if isinstance(answer, Exception) and not expected:
-                logger.warning("redis refused: url=%s error=%s", self._shown, _words(answer))
+                logger.warning("redis refused: url=%s error=%s", self._shown, in_one_line(answer))
                 return
 
 
@@ -326,19 +329,15 @@ def _is_no_record(answer: object) -> bool:
 def _read(value: object, exists: object, wanted: Wanted) -> Page | ChunkResult:
     if isinstance(value, bytes):
         return split(value, wanted.payload) if value or exists else ABSENT
-    return _NO_RECORD if _is_no_record(value) else _FAILED
+    return _NO_RECORD if _is_no_record(value) else FAILED
 
 
 def _written(answer: object) -> ChunkResult:
     if isinstance(answer, OutOfMemoryError):
         return NO_ROOM  # maxmemory, and the server's policy evicts nothing
     if isinstance(answer, Exception):
-        return _FAILED
+        return FAILED
     return DONE if answer else ALREADY_THERE
-
-
-def _words(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _escaped(prefix: str) -> str:

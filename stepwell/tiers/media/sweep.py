@@ -11,7 +11,6 @@ what changes while this process watches; no two hosts' clocks are compared.
 """
 
 import contextlib
-import errno
 import logging
 import os
 import time
@@ -19,7 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from stepwell.errors import ConfigError
-from stepwell.tiers.media.books import GONE, VANISHED, Books
+from stepwell.tiers.errnos import GONE, NO_ROOM_LEFT, VANISHED
+from stepwell.tiers.media.books import Books
 from stepwell.tiers.media.census import (
     Oldest,
     prune,
@@ -34,7 +34,7 @@ from stepwell.tiers.media.census import (
 from stepwell.tiers.media.poolfiles import PoolFiles
 from stepwell.tiers.media.quota import Member, Quota
 
-__all__ = ["FULL", "GONE_AFTER_S", "LEASE_S", "LeaseWatch", "PoolLimits", "Sweeper", "elect"]
+__all__ = ["GONE_AFTER_S", "LEASE_S", "LeaseWatch", "PoolLimits", "Sweeper", "elect"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +43,6 @@ LEASE_S = 8.0
 
 GONE_AFTER_S = 60.0
 """So is a member that has not been heard of taken for gone, and what it was granted is lost."""
-
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""What the system says of a file system without room, or of a user who may have no more."""
 
 _SLICE_S = 0.1
 _MAX_CANDIDATES = 1 << 16
@@ -153,6 +150,7 @@ class Sweeper:
         self._members: dict[str, Member] = {}
         self._count: Iterator[None] | None = None
         self._count_due_s = self._no_count_before_s = 0.0
+        self._count_asked_ns = 0
         self._candidates: list[tuple[int, int, str]] = []  # as of `Oldest.take`
         self._few_candidates = 0
         self._num_missing = self._num_stuck = 0
@@ -308,6 +306,7 @@ class Sweeper:
             now_s >= self._count_due_s
             or (self._evicting and not self._candidates)
             or len(self._candidates) < self._few_candidates
+            or self._files.count_asked_ns() != self._count_asked_ns
         )
 
     def _room_bytes(self) -> int:
@@ -374,6 +373,7 @@ class Sweeper:
     def _counting(self, now_ns: int) -> Iterator[None]:
         """Count every record, a folder at a time, and find the oldest."""
         began_s = time.monotonic()
+        self._count_asked_ns = self._files.count_asked_ns()
         self.quota.begin_count(self._members)
         num_records = total_bytes = 0
         oldest = Oldest(_MAX_CANDIDATES)
@@ -443,7 +443,7 @@ class Sweeper:
         try:
             self._files.write_books(books)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in NO_ROOM_LEFT:
                 raise
             # Nobody hears of new grants until there is room; that it is made matters more.
             self._is_untold = True

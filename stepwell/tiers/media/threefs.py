@@ -18,7 +18,7 @@ from stepwell.core.types import ChunkResult
 from stepwell.errors import ConfigError, TierError
 from stepwell.tiers.media.base import Page, Record
 from stepwell.tiers.media.fs import PARAMETERS, FsMedium, limits_of, path_of
-from stepwell.tiers.media.movers import EngineMover, Mover, Piece, SystemCalls
+from stepwell.tiers.media.movers import Mover, Piece, SystemCalls, TransferMover
 from stepwell.tiers.media.urls import MediumUrl
 
 __all__ = ["open_medium"]
@@ -71,7 +71,7 @@ class _ThreeFsMover:
 
     def check(self, folder: str) -> None:
         """See `stepwell.tiers.media.movers.Mover.check`."""
-        if not isinstance(self._mover, EngineMover):
+        if not isinstance(self._mover, TransferMover):
             self._mover = self._chosen(folder)
         self._mover.check(folder)
 
@@ -88,7 +88,9 @@ class _ThreeFsMover:
             return SystemCalls()
         logger.info("3FS through USRBIO: path=%s mount=%s", folder, mount)
         kept = self._kept
-        return EngineMover("usrbio", lambda size: _Rings(library, mount, size, kept), direct=False)
+        return TransferMover(
+            "usrbio", lambda size: _Rings(library, mount, size, kept), direct=False
+        )
 
     def _library(self) -> Any | None:
         if self._api == "posix" or importlib.util.find_spec(_LIBRARY) is None:
@@ -239,7 +241,7 @@ class _Rings:
             logger.warning("a ring fails, and is asked again: error=%s", error)
 
     def close(self) -> None:
-        """See `stepwell.tiers.media.engines.HasMemory.close`."""
+        """See `stepwell.tiers.media.transfer_engines.TransferEngine.close`."""
         if self in self._kept:
             return
         self._rings.clear()

@@ -1,36 +1,26 @@
 """Libraries that move records through memory of their own, on threads that may be late."""
 
 import contextlib
-import errno
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-import numpy as np
-
-from stepwell.core.record import HEADER_BYTES
-from stepwell.core.types import ChunkResult, Outcome, Reason
 from stepwell.errors import ClosedError, ConfigError, TierError
-from stepwell.tiers.media.base import Page, Record
-from stepwell.tiers.media.books import GONE
 from stepwell.tiers.media.lanes import Lane, Lanes
-from stepwell.tiers.media.records import ABSENT, TRUNCATED
-from stepwell.tiers.outcomes import read_failure
 
-__all__ = ["Engines", "HasMemory", "Taken", "arrived", "lay_out", "not_read", "offsets_of"]
+__all__ = ["TakenEngine", "TransferEngine", "TransferEngines"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_NOT_A_FILE = ChunkResult(Outcome.MISS, Reason.NOT_A_FILE)
 _LANES = 32  # calls at once, late ones included
 _CLOSE_WITHIN_S = 5.0
 _UNIT_BYTES = 4 << 20  # of an engine's memory, so that it is seldom made anew
 
 
-class HasMemory(Protocol):
+class TransferEngine(Protocol):
     """A library's way of moving bytes; one thread at a time."""
 
     @property
@@ -43,10 +33,10 @@ class HasMemory(Protocol):
         ...
 
 
-E = TypeVar("E", bound=HasMemory)
+E = TypeVar("E", bound=TransferEngine)
 
 
-class Taken(Generic[E]):
+class TakenEngine(Generic[E]):
     """An engine that nobody else uses, and its thread, until a time."""
 
     def __init__(self, engine: E, lane: Lane, give_up_s: float) -> None:
@@ -64,8 +54,8 @@ class Taken(Generic[E]):
         return self._lane.call(work, self._give_up_s - time.monotonic())
 
 
-class Engines(Generic[E]):
-    """Engines, each with a thread; made when they are needed.
+class TransferEngines(Generic[E]):
+    """TransferEngines, each with a thread; made when they are needed.
 
     One whose thread is late is left alone, and used again when it is over, not before.
 
@@ -96,7 +86,7 @@ class Engines(Generic[E]):
             ) from error
 
     @contextlib.contextmanager
-    def taken(self, size_bytes: int, within_s: float) -> Iterator[Taken[E]]:
+    def taken(self, size_bytes: int, within_s: float) -> Iterator[TakenEngine[E]]:
         """An engine with so much memory.
 
         Raises:
@@ -109,7 +99,7 @@ class Engines(Generic[E]):
                 if engine is None or len(engine.memory) < size_bytes:
                     left_s = give_up_s - time.monotonic()
                     engine = lane.call(lambda: self._renew(lane, size_bytes), left_s)
-                yield Taken(engine, lane, give_up_s)
+                yield TakenEngine(engine, lane, give_up_s)
         except (ClosedError, ConfigError, OSError) as error:
             raise TierError(f"{self.name} fails: error={error}") from error
 
@@ -117,10 +107,8 @@ class Engines(Generic[E]):
         """Nobody is in a call."""
         if not self._lanes.close(_CLOSE_WITHIN_S):
             logger.warning("transfers are not over, and are left: by=%s", self.name)
-            return
-        for engine in self._engines.values():
-            engine.close()
-        self._engines.clear()
+        for lane in [lane for lane in self._engines if lane.has_ended]:
+            self._engines.pop(lane).close()
 
     def _renew(self, lane: Lane, size_bytes: int) -> E:
         former = self._engines.pop(lane, None)
@@ -129,46 +117,3 @@ class Engines(Generic[E]):
         engine = self._make(max(1, -(-size_bytes // _UNIT_BYTES)) * _UNIT_BYTES)
         self._engines[lane] = engine
         return engine
-
-
-def offsets_of(sizes: Sequence[int]) -> list[int]:
-    """Where each begins if they lie one behind the other."""
-    offsets, offset = [], 0
-    for size in sizes:
-        offsets.append(offset)
-        offset += size
-    return offsets
-
-
-def arrived(memory: memoryview, count: int, payload: memoryview) -> Page | ChunkResult:
-    """What became of a record that was read.
-
-    Args:
-        memory: where it was read to, as long as it should be.
-        count: bytes that came, or an errno, negative.
-        payload: where the payload is copied, without the interpreter's lock. To be called by the
-            thread that the buffer belongs to, so that nothing comes later.
-    """
-    if count < 0:
-        return not_read(-count)
-    if count < len(memory):
-        return TRUNCATED
-    content = np.frombuffer(memory, np.uint8)[HEADER_BYTES : HEADER_BYTES + len(payload)]
-    np.copyto(np.frombuffer(payload, np.uint8), content)
-    return bytes(memory[:HEADER_BYTES])
-
-
-def not_read(number: int) -> ChunkResult:
-    """What an errno says of a record that was to be read; EISDIR of whatever is no file."""
-    if number in GONE:
-        return ABSENT
-    return _NOT_A_FILE if number == errno.EISDIR else read_failure(OSError(number, ""))
-
-
-def lay_out(memory: memoryview, record: Record) -> None:
-    """Copy a record to where it is written from, zeros behind it."""
-    target = np.frombuffer(memory, np.uint8)
-    end = HEADER_BYTES + len(record.payload)
-    target[:HEADER_BYTES] = np.frombuffer(record.header, np.uint8)
-    np.copyto(target[HEADER_BYTES:end], np.frombuffer(record.payload, np.uint8))
-    target[end:] = 0
