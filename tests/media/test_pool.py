@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import json
 import logging
 import os
@@ -24,8 +25,9 @@ from stepwell.tiers.media import marker, movers, pool, sweep
 from stepwell.tiers.media.base import Record, Wanted
 from stepwell.tiers.media.fs import FsMedium, open_medium
 from stepwell.tiers.media.poolfiles import PoolFiles
+from stepwell.tiers.media.quota import Member
 from stepwell.tiers.media.records import name_of
-from stepwell.tiers.media.sweep import Sweeper
+from stepwell.tiers.media.sweep import PoolLimits, Sweeper
 from stepwell.tiers.media.urls import MediumUrl
 from stepwell.tiers.outcomes import ALREADY_THERE, DONE, NO_ROOM
 from stepwell.tiers.shared import SharedTier
@@ -33,7 +35,7 @@ from stepwell.tiers.shared import SharedTier
 from .mounts import mount_memory, unmount
 from .pool_member import LEAST
 from .sites import FsSite
-from .test_fs import Members, Watch, bytes_in, medium_at, sweeper_among, until
+from .test_fs import Members, Watch, bytes_in, medium_at, sweeper_among, sweeper_at, until
 
 KIB, MIB = 1 << 10, 1 << 20
 NO_SPACE = ChunkResult(Outcome.FULL, Reason.NO_SPACE)
@@ -591,7 +593,8 @@ def test_threads_end_with_the_medium(tmp_path: Path) -> None:
     for medium in mediums:
         medium.close()
     until(lambda: threading.active_count() <= before)
-    assert os.listdir(tmp_path / "pool/pool/members") == []
+    members = PoolFiles(tmp_path / "pool").read_members()
+    assert [member.has_left for member, _ in members.values()] == [True] * 3
     assert not [n for n in os.listdir(tmp_path / "pool/pool/sweeps") if n.startswith("next")]
 
 
@@ -605,7 +608,8 @@ def test_who_leaves_lets_another_sweep_whatever_else_fails(
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(PoolFiles, "remove_member", fail)
+    monkeypatch.setattr(PoolFiles, "remove_prepared", fail)
+    monkeypatch.setattr(PoolFiles, "write_member", fail)
     medium.close()
     assert files.lease_ns(1) == 0
 
@@ -957,3 +961,59 @@ def test_without_threads_it_fails_as_a_tier(
             medium.check()
     medium.check()
     assert medium.write([record_of(1)], 10.0) == [DONE]
+
+
+def test_who_leaves_takes_nothing_along(tmp_path: Path, close: Close) -> None:
+    """What it had written was charged a second time, and whoever swept next made room for that."""
+    first = medium_at(tmp_path / "pool", "16MiB")
+    records = [record_of(idx) for idx in range(160)]
+    assert set(first.write(records, 30.0)) == {DONE}
+    first.close()
+    second = close(medium_at(tmp_path / "pool", "16MiB"))
+    files = PoolFiles(tmp_path / "pool")
+
+    def is_counted() -> bool:
+        books = files.read_books(files.highest_epoch())
+        return books is not None and list(books.granted) == [second._ready(0.0).member_id]
+
+    until(is_counted)
+    assert second.exist([record.key for record in records], 10.0) == [True] * 160
+    assert second.stats(10.0).used_bytes == bytes_in(tmp_path / "pool")
+
+
+def test_one_after_the_other_that_erases_what_it_wrote(tmp_path: Path) -> None:
+    """As a benchmark does: after the first there was no room any more, with nothing in it."""
+    for _ in range(4):
+        medium = medium_at(tmp_path / "pool", "8MiB")
+        results: set[ChunkResult] = set()
+        for number in range(60):
+            results.update(medium.write([record_of(number)], 30.0))
+        assert results == {DONE}
+        assert medium.erase(root_of(key_of(0))) == 60
+        medium.close()
+
+
+def test_members_that_are_killed_one_after_the_other_cost_few_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may have written all that it was granted; forty of them cost all that there was."""
+    medium = medium_at(tmp_path / "pool", "64MiB")
+    records = [record_of(idx, MIB) for idx in range(32)]
+    assert set(medium.write(records, 30.0)) == {DONE}
+    until(lambda: PoolFiles(tmp_path / "pool").highest_epoch() > 0)
+    medium.close()
+    files = PoolFiles(tmp_path / "pool")
+    sweeper = sweeper_at(tmp_path / "pool", PoolLimits(64 * MIB, MIB, 0.0))
+    begun_s = time.monotonic()
+    number = itertools.count()
+    passed_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: begun_s + passed_s)
+    for passed_s in range(0, 300, 3):
+        killed = f"killed-{next(number)}-ab"
+        files.write_member(killed, Member(0, 2 * MIB, 0, 64 * MIB))
+        for _ in range(3):
+            assert sweeper.step(time.time_ns() + int(passed_s * 1e9))
+        assert sweeper.quota.used_bytes <= 64 * MIB
+    left = [path for path in (tmp_path / "pool/chunks").rglob("*") if path.is_file()]
+    assert len(left) >= 28
+    assert len(sweeper.quota.granted) < 40, "others are given up in the end"

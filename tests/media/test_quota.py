@@ -104,6 +104,30 @@ def test_who_wrote_more_than_it_was_granted_is_charged_for_it() -> None:
     assert quota.used_bytes == 250
 
 
+def test_who_leaves_is_charged_for_what_it_wrote_and_that_until_it_is_counted() -> None:
+    quota = Quota(CAPACITY, 0)
+    members = {"a": Member(0, 600)}
+    quota.welcome(members)
+    quota.grant(members, CAPACITY)
+    members = {"a": Member(200, 600, has_left=True)}
+    quota.welcome(members)
+    assert quota.used_bytes == 200
+    quota.begin_count(members)
+    quota.end_count(200)
+    assert quota.used_bytes == 200
+    assert quota.granted == quota.base == {"a": 200}
+
+
+def test_what_is_charged_and_probably_not_there() -> None:
+    quota = Quota(CAPACITY, 0, departed_bytes=7)
+    members = {"killed": Member(0, 100), "well": Member(0, 100), "lost": Member(0, 100)}
+    quota.welcome(members)
+    quota.grant(members, CAPACITY)
+    members = {"killed": Member(40, 100), "well": Member(40, 100)}
+    assert quota.unused_bytes(members, {"killed"}) == 7 + 60 + 100
+    assert quota.unused_bytes(members, set()) == 7 + 100
+
+
 class Pool(RuleBasedStateMachine):
     """Members that write as they were granted, a sweeper that counts, evicts and is replaced.
 
@@ -153,6 +177,25 @@ class Pool(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.written)))
         self.may[name] = 0
         self.silent.add(name)
+
+    @precondition(lambda self: self.written)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        """It says what it wrote, to the last byte, and that this is all."""
+        name = data.draw(st.sampled_from(sorted(self.written)))
+        if name not in self.silent:
+            self.may[name] = 0
+            self.silent.add(name)
+            self.published[name] = Member(self.written[name], self.written[name], has_left=True)
+
+    @rule()
+    def forget_who_left(self) -> None:
+        """Once all that it wrote is counted."""
+        self.quota.welcome(self.published)
+        for name, member in list(self.published.items()):
+            if member.has_left and self.quota.granted[name] == self.quota.base[name]:
+                self.quota.leave(name)
+                del self.published[name]
 
     @precondition(lambda self: self.silent & self.quota.granted.keys())
     @rule(data=st.data())

@@ -22,6 +22,7 @@ from stepwell.tiers.media.sweep import LeaseWatch, PoolLimits, Sweeper, elect
 KIB = 1 << 10
 RECORD = 128 * KIB
 LIMITS = PoolLimits(1 << 20, 0, 0.0)
+SILENT = 30 * KIB
 MODULES = (sweep, poolfiles, telling, census, careful)
 NOT_CALLS = ("fsencode", "fspath", "strerror")
 
@@ -88,7 +89,7 @@ class Scene:
         for member_id in ("old-1-aa", "new-1-aa"):
             self.files.prepare(member_id)
         first = self.begin("first-1-aa", "first-1-aa")
-        first.quota.granted["silent-1-aa"] = 100 * KIB  # by somebody who has not been heard of
+        first.quota.granted["silent-1-aa"] = SILENT  # to somebody who has not been heard of
         first.quota.base["silent-1-aa"] = 0
         if counted:
             assert first.step(time.time_ns())
@@ -167,7 +168,7 @@ def test_one_that_sleeps_at_any_point_evicts_and_grants_nothing_any_more(tmp_pat
         assert scene.told() == seen["told"], f"granted: at={at}"
         serve(seen["new"])
         quota = seen["new"].quota
-        assert quota.granted["silent-1-aa"] >= 100 * KIB
+        assert quota.granted["silent-1-aa"] >= SILENT
         assert scene.bytes_in() <= quota.used_bytes <= LIMITS.capacity_bytes
         numbers = [n for n in os.listdir(scene.files.sweeps) if n[0].isdecimal()]
         assert numbers == [str(seen["new"].epoch)], f"left: at={at}"
@@ -436,12 +437,14 @@ def test_what_a_member_that_is_gone_did_not_use_is_room_again(
     scene = Scene(tmp_path / "pool", num_records=2)
     sweeper = scene.begin("new-1-aa")
     serve(sweeper)
-    assert sweeper.quota.used_bytes == 2 * RECORD + 400 * KIB
+    assert sweeper.quota.used_bytes == 2 * RECORD + 300 * KIB + SILENT
     began_s = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: began_s + 100.0)
     serve(sweeper)
     assert sweeper.quota.granted == {}
-    assert sweeper.quota.used_bytes == 2 * RECORD + 400 * KIB, "they may have written all of it"
+    assert sweeper.quota.used_bytes == 2 * RECORD + 300 * KIB + SILENT, (
+        "they may have written all of it"
+    )
     monkeypatch.setattr(time, "monotonic", lambda: began_s + 800.0)
     serve(sweeper)
     assert sweeper.quota.used_bytes == 2 * RECORD

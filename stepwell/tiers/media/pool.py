@@ -244,13 +244,7 @@ class Pool:
         self._listen(heard_s)
 
     def _publish(self) -> None:
-        with self._lock:
-            says = Member(
-                self._written_bytes,
-                self._wanted_bytes,
-                self._num_refused,
-                self._limits.capacity_bytes,
-            )
+        says = self._says()
         now_s = time.monotonic()
         is_due = now_s >= self._published_s + _PULSE_S
         if is_due or now_s >= self._looked_s + _PULSE_S:
@@ -263,6 +257,17 @@ class Pool:
         self._clock = _Clock(said_ns, time.monotonic_ns())
         self._published = says
 
+    def _says(self, *, has_left: bool = False) -> Member:
+        with self._lock:
+            return Member(
+                # What is being written when it leaves may be there some day.
+                self._written_bytes + (self._reserved_bytes if has_left else 0),
+                self._wanted_bytes,
+                self._num_refused,
+                self._limits.capacity_bytes,
+                has_left,
+            )
+
     def _look(self) -> None:
         """Whether this still is the pool, and all of it.
 
@@ -270,6 +275,9 @@ class Pool:
         """
         try:
             is_same = read_pool_id(self._files.path) == self._pool_id
+        except ConfigError:  # damaged, or of another version
+            self._deny()
+            raise
         except OSError as error:
             if error.errno in GONE:
                 self._deny()
@@ -299,8 +307,14 @@ class Pool:
             self._granted.notify_all()
 
     def _leave(self) -> None:
-        """One by one: whoever fails to remove a file can still let another sweep at once."""
+        """Say what it wrote to the last byte, for that is charged until it is counted.
+
+        One by one: whoever fails to write a file can still let another sweep at once.
+        """
+        with contextlib.suppress(OSError, ConfigError):
+            if read_pool_id(self._files.path) == self._pool_id:
+                self._files.write_member(self.member_id, self._says(has_left=True))
         with contextlib.suppress(OSError):
-            self._files.remove_member(self.member_id)
+            self._files.remove_prepared(self.member_id)
         if self._sweeper is not None:
             self._sweeper.resign()

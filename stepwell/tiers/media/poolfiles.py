@@ -133,6 +133,7 @@ class PoolFiles:
                     number(says, "wanted"),
                     number(says, "refused"),
                     number(says, "capacity"),
+                    says.get("left") is True,
                 )
                 found[member_id] = (member, os.lstat(path).st_mtime_ns)
             except ValueError:
@@ -149,6 +150,7 @@ class PoolFiles:
             "wanted": member.wanted_bytes,
             "refused": member.num_refused,
             "capacity": member.capacity_bytes,
+            **({"left": True} if member.has_left else {}),
         }
         path = f"{self.members}/{member_id}.json"
         # Made among the sweeps, so that a client that caches directories looks at them anew.
@@ -168,13 +170,17 @@ class PoolFiles:
 
     def remove_member(self, member_id: str) -> None:
         """Nothing is left of a member but what it wrote, and its part files in `temp`."""
+        self.remove_prepared(member_id)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.members}/{member_id}.json")
+
+    def remove_prepared(self, member_id: str) -> None:
+        """Remove what a member would have begun to sweep with."""
         for name in (f"next-{member_id}/{member_id}{_LEASE}", f"part-{member_id}"):
             with contextlib.suppress(OSError):
                 os.unlink(f"{self.sweeps}/{name}")
         with contextlib.suppress(OSError):
             os.rmdir(f"{self.sweeps}/next-{member_id}")
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"{self.members}/{member_id}.json")
 
     # Sweeping.
 

@@ -6,10 +6,11 @@ sweeps, grants. With what was counted by the last whole count of the pool's file
     counted + granted since that count began - evicted since it was over  <=  capacity
 
 A byte that was granted counts as written from then on, so nobody has to be asked before it is;
-what a member that is gone was granted counts until a count that began after that is over.
+what a member that is gone was granted counts until a count that began after that is over. One that
+leaves says so, and then what it did not write counts no more.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 __all__ = ["Member", "Quota"]
@@ -24,12 +25,14 @@ class Member:
         wanted_bytes: up to which it would write, counted in the same way.
         num_refused: writes since it came that the file system had no room for.
         capacity_bytes: what it takes for the capacity of all together.
+        has_left: it writes nothing any more.
     """
 
     written_bytes: int
     wanted_bytes: int
     num_refused: int = 0
     capacity_bytes: int = 0
+    has_left: bool = False
 
 
 @dataclass(slots=True)
@@ -73,6 +76,27 @@ class Quota:
             if name not in self.granted:
                 self.granted[name] = self.base[name] = member.written_bytes
             self.granted[name] = max(self.granted[name], member.written_bytes)
+            if member.has_left:  # what it did not use is anybody's again
+                self.granted[name] = max(self.base[name], member.written_bytes)
+
+    def unused_bytes(self, members: Mapping[str, Member], silent: Collection[str]) -> int:
+        """What is charged and is probably not there: grants of members that were killed.
+
+        Until they are sure to be gone, and there was a count, it is granted to nobody else.
+
+        Args:
+            members: all that are there, and were welcomed.
+            silent: those of them that have not been heard of for some time.
+        """
+        unused_bytes = self.departed_bytes
+        for name, granted_bytes in self.granted.items():
+            known_bytes = self.base[name]
+            if name in members:
+                if name not in silent:
+                    continue
+                known_bytes = max(known_bytes, members[name].written_bytes)
+            unused_bytes += granted_bytes - known_bytes
+        return unused_bytes
 
     def leave(self, name: str) -> None:
         """A member is gone; it may have written all that it was granted, or nothing."""

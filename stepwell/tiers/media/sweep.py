@@ -44,6 +44,8 @@ LEASE_S = 8.0
 GONE_AFTER_S = 60.0
 """So is a member that has not been heard of taken for gone, and what it was granted is lost."""
 
+# One that has not been heard of for so long may have been killed.
+_SILENT_AFTER_S = 10.0
 _SLICE_S = 0.1
 _MAX_CANDIDATES = 1 << 16
 _COUNT_EVERY_S = 600.0
@@ -148,6 +150,7 @@ class Sweeper:
         self._seen: dict[str, tuple[int, float]] = {}  # of a member: its pulse, and since when
         self._refused: dict[str, int] = {}
         self._members: dict[str, Member] = {}
+        self._alive: dict[str, Member] = {}  # of those whoever has been heard of just now
         self._count: Iterator[None] | None = None
         self._count_due_s = self._no_count_before_s = 0.0
         self._count_asked_ns = 0
@@ -204,9 +207,9 @@ class Sweeper:
             if not self._is_mine():
                 return self._lost()
             self._renew()
-            self._meet_members(is_full=is_full)
+            self._meet_members(now_ns, is_full=is_full)
             self._work(now_ns)
-            self.quota.grant(self._members, self._room_bytes())
+            self.quota.grant(self._alive, self._room_bytes())
             if self._tell_is_due():
                 self._tell()
         except OSError as error:
@@ -238,7 +241,7 @@ class Sweeper:
 
     # Members.
 
-    def _meet_members(self, *, is_full: bool) -> None:
+    def _meet_members(self, now_ns: int, *, is_full: bool) -> None:
         now_s = time.monotonic()
         found = self._files.read_members()
         for name, (_, pulse_ns) in found.items():
@@ -251,6 +254,16 @@ class Sweeper:
                 self._forget(name)
         self._members = {name: member for name, (member, _) in found.items()}
         self.quota.welcome(self._members)
+        self._alive = {
+            name: member
+            for name, (member, pulse_ns) in found.items()
+            if not member.has_left and now_ns - pulse_ns < _SILENT_AFTER_S * 1e9
+        }
+        for name, member in list(self._members.items()):
+            # All that it wrote is in the last count.
+            if member.has_left and self.quota.granted[name] == self.quota.base[name]:
+                del self._members[name]
+                self._forget(name)
         refused = is_full
         for name, member in self._members.items():
             refused |= member.num_refused > self._refused.get(name, member.num_refused)
@@ -278,8 +291,13 @@ class Sweeper:
     def _work(self, now_ns: int) -> None:
         low_bytes = self._limits.low_bytes
         # One that wants more than can ever be there has no say.
-        wanted_bytes = min(self.quota.wanted_bytes(self._members), self._limits.capacity_bytes // 4)
-        room_bytes = self._room_bytes()
+        wanted_bytes = min(self.quota.wanted_bytes(self._alive), self._limits.capacity_bytes // 4)
+        silent = self._members.keys() - self._alive.keys()
+        # For what is charged and not there few records leave, however many members are killed one
+        # after the other; a count may show that it is not.
+        unused_bytes = max(0, self.quota.unused_bytes(self._members, silent) - low_bytes)
+        room_bytes = self._room_bytes(unused_bytes)
+        is_charged = self._room_bytes() < max(low_bytes, wanted_bytes) <= room_bytes
         is_short = self.evicted_bytes < self._short_until_bytes
         if room_bytes < max(low_bytes, wanted_bytes) or is_short:
             self._evicting = self.quota.counted_bytes is not None
@@ -289,6 +307,8 @@ class Sweeper:
             until_bytes = max(2 * low_bytes, wanted_bytes)
             self._evict(until_bytes - room_bytes, time.monotonic() + _SLICE_S)
         ends_s = time.monotonic() + _SLICE_S
+        if is_charged and self.quota.departed_bytes:
+            self._count_due_s = min(self._count_due_s, time.monotonic())
         if self._count is None and self._is_count_due():
             self._count = self._counting(now_ns)
         while self._count is not None and time.monotonic() < ends_s:
@@ -309,14 +329,16 @@ class Sweeper:
             or self._files.count_asked_ns() != self._count_asked_ns
         )
 
-    def _room_bytes(self) -> int:
+    def _room_bytes(self, unused_bytes: int = 0) -> int:
+        """What may be granted; or what there is if so much of what was is not used."""
         status = os.statvfs(self._files.sweeps)
         free_bytes = status.f_bavail * status.f_frsize - self._limits.min_free_bytes
         outstanding_bytes = sum(
             max(0, self.quota.granted.get(name, 0) - member.written_bytes)
             for name, member in self._members.items()
         )
-        return min(self.quota.room_bytes, free_bytes - outstanding_bytes)
+        free_bytes -= max(0, outstanding_bytes - unused_bytes)
+        return min(self.quota.room_bytes + unused_bytes, free_bytes)
 
     def _evict(self, needed_bytes: int, ends_s: float) -> None:
         """Evict the oldest candidates until there is so much more room, or for a while."""
