@@ -155,7 +155,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _vllm_args(arguments: argparse.Namespace) -> int:
-    from stepwell.engines.vllm_args import kv_transfer_config
+    from stepwell.engines.vllm_args import kv_transfer_config, unchecked
 
     config = kv_transfer_config(
         arguments.path,
@@ -168,6 +168,8 @@ def _vllm_args(arguments: argparse.Namespace) -> int:
     # Without a blank and in ASCII: one word in any shell, whatever the path.
     text = json.dumps(config, separators=(",", ":"))
     _print(text if arguments.json else shlex.quote(text))
+    if words := unchecked(arguments.url):
+        print(f"stepwell: {words}", file=sys.stderr)
     return EXIT_OK
 
 
@@ -311,6 +313,18 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(_complain(f"{message} (see {self.prog} --help)"))
 
 
+class _Once(argparse.Action):
+    """Takes one value; of two the first would be lost without a word."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+        option_string: str | None = None,
+    ) -> None:  # fmt: skip
+        if getattr(namespace, self.dest) != self.default:
+            parser.error(f"{option_string} may be given once")
+        setattr(namespace, self.dest, values)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="stepwell",
@@ -406,7 +420,7 @@ could not be run.""",
         "--capacity", metavar="SIZE", help="of the store on the drive (default 20GiB)"
     )
     parser.add_argument(
-        "--url", metavar="URL",
+        "--url", metavar="URL", action=_Once,
         help="measure storage that engines share in place of a drive, such as redis://host; "
         "`stepwell tiers` lists the kinds; what was written there is erased at the end",
     )  # fmt: skip
@@ -448,7 +462,7 @@ examples:
         help="what the store may take there, on all drives together, with a unit: 20GiB, 1.5TB",
     )  # fmt: skip
     parser.add_argument(
-        "--url", default="", metavar="URL",
+        "--url", default="", metavar="URL", action=_Once,
         help="storage that engines share, below the drives or without any, such as "
         "redis://host; `stepwell tiers` lists the kinds",
     )  # fmt: skip

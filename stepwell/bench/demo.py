@@ -32,7 +32,7 @@ from stepwell.bench.results import DEVICE, DISK, RECOMPUTE, VLLM_FS, DemoResult,
 from stepwell.bench.server import Server, ServerConfig, ServerError
 from stepwell.bench.stores import FolderStore, SharedStore, Store, fs_tier_config
 from stepwell.bench.text import make_prompt
-from stepwell.bench.workplace import check_folder, signals_as_exceptions
+from stepwell.bench.workplace import check_folder, check_pool, signals_as_exceptions
 from stepwell.engines.vllm_args import kv_transfer_config
 from stepwell.errors import ConfigError, TierError
 from stepwell.settings import Settings, format_bytes
@@ -410,6 +410,7 @@ def _check_url(options: DemoOptions) -> None:
     if options.compare_fs:
         raise ConfigError("vLLM's own file-system tier is compared with drives: give no --url")
     kv_transfer_config(url=options.url, cpu=True)
+    check_pool(MediumUrl.parse(options.url))
     with contextlib.closing(open_medium(MediumUrl.parse(options.url), _URL_WITHIN_S)) as medium:
         try:
             medium.check()

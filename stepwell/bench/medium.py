@@ -30,7 +30,7 @@ from stepwell.bench.storage_results import (
     make_row,
 )
 from stepwell.bench.tierload import TierLoad, chunk_key
-from stepwell.bench.workplace import signals_as_exceptions
+from stepwell.bench.workplace import check_pool, signals_as_exceptions
 from stepwell.core.keys import Key, Root
 from stepwell.core.record import HEADER_BYTES
 from stepwell.core.types import ChunkResult, Direction
@@ -67,6 +67,7 @@ def run_medium(options: StorageOptions) -> StorageResult:
     kind = kind_of(url)
     shapes = shapes_of(options)
     check_memory(shapes, options)
+    check_pool(url, _writes_bytes(options, shapes))
     steps = len(shapes) * (len(DEPTHS) + 4 * (options.rounds + 1))
     rows: list[Row] = []
     huge_bytes = 0
@@ -94,6 +95,12 @@ def run_medium(options: StorageOptions) -> StorageResult:
         huge_share=huge_bytes / buffer_bytes,
         small_pages=options.small_pages,
     )
+
+
+def _writes_bytes(options: StorageOptions, shapes: Sequence[Shape]) -> int:
+    """What is written all in all, though never there at once."""
+    rounds_bytes = 2 * (options.rounds + 1) * options.size_bytes
+    return len(shapes) * (len(DEPTHS) * min(_SWEEP_BYTES, options.size_bytes) + rounds_bytes)
 
 
 @contextlib.contextmanager

@@ -9,8 +9,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from stepwell.errors import ConfigError
+from stepwell.settings import format_bytes
+from stepwell.tiers.media.fs import limits_of, path_of
+from stepwell.tiers.media.kinds import kind_of
+from stepwell.tiers.media.poolfiles import PoolFiles
+from stepwell.tiers.media.urls import MediumUrl
 
-__all__ = ["check_folder", "signals_as_exceptions", "working_folders"]
+__all__ = ["check_folder", "check_pool", "signals_as_exceptions", "working_folders"]
 
 
 def check_folder(path: Path) -> None:
@@ -22,6 +27,41 @@ def check_folder(path: Path) -> None:
     if not path.is_dir():
         wrong = "this is no directory" if path.exists() else "the directory does not exist"
         raise ConfigError(f"{wrong}: path={path}")
+
+
+def check_pool(url: MediumUrl, writes_bytes: int = 0) -> None:
+    """Check that working in a shared directory makes nothing of others' leave.
+
+    Args:
+        url: of any kind; only of a shared directory there is anything to check.
+        writes_bytes: that are written there, all in all.
+
+    Raises:
+        ConfigError: it would.
+    """
+    if not kind_of(url).is_pool:
+        return
+    path, limits = path_of(url), limits_of(url)
+    files = PoolFiles(path)
+    try:
+        books = files.read_books(files.highest_epoch())
+    except OSError:
+        return  # there is none, or whoever opens it says what is wrong
+    if books is None or not books.num_counted:
+        return
+    quota = books.quota
+    if quota.capacity_bytes != limits.capacity_bytes:
+        raise ConfigError(
+            "there is a pool in use with another capacity, which is then that of all; give the "
+            f"same: path={path} capacity={format_bytes(limits.capacity_bytes)} "
+            f"there={format_bytes(quota.capacity_bytes)}"
+        )
+    if quota.room_bytes < writes_bytes:
+        raise ConfigError(
+            "what is there would make way for what is written; give a directory of its own, or "
+            f"write less: path={path} room={format_bytes(max(0, quota.room_bytes))} "
+            f"writes={format_bytes(writes_bytes)}"
+        )
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from stepwell.settings import Settings, parse_size
 from stepwell.tiers.media.kinds import kind_of, open_medium
 from stepwell.tiers.media.urls import MediumUrl
 
-__all__ = ["kv_transfer_config"]
+__all__ = ["kv_transfer_config", "unchecked"]
 
 MODULE = "stepwell.engines.vllm"
 CPU_MODULE = "stepwell.engines.vllm_cpu"
@@ -63,6 +63,17 @@ def kv_transfer_config(
             "secondary_tiers": [{"type": "StepwellTier", "module_path": MODULE, **tier}],
         },
     }
+
+
+def unchecked(url: str) -> str:
+    """What of a url could not be checked here, in words; "" for nothing."""
+    kind = kind_of(MediumUrl.parse(url)) if url else None
+    if kind is None or kind.installed:
+        return ""
+    return (
+        f"the url is checked where the engine starts, since {' and '.join(kind.missing)} is not "
+        f"installed here; {kind.install_command}"
+    )
 
 
 def _check(settings: Settings, tier: Mapping[str, object]) -> None:

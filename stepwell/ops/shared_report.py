@@ -46,6 +46,7 @@ def shared_json(report: PoolReport | MediumReport) -> dict[str, object]:
                 "granted_bytes": granted.get(name),
                 "capacity_bytes": member.capacity_bytes,
                 "refused": member.num_refused,
+                "left": member.has_left,
                 "age_s": report.now_s - heard_s,
             }
             for name, (member, heard_s) in report.members.items()
@@ -81,9 +82,10 @@ def shared_text(report: PoolReport | MediumReport) -> str:
     """What `stepwell inspect URL` prints."""
     if isinstance(report, MediumReport):
         return _medium_text(report)
+    num_members = sum(not member.has_left for member, _ in report.members.values())
     free, total = format_bytes(report.free_bytes), format_bytes(report.total_bytes)
     head = [
-        f"{report.path}: a Stepwell pool; {words.plural(len(report.members), 'member')}",
+        f"{report.path}: a Stepwell pool; {words.plural(num_members, 'member')}",
         f"{words.plural(report.num_chunks, 'chunk')} of "
         f"{words.plural(len(report.roots), 'root')}, {format_bytes(report.size_bytes)}; "
         f"{free} of {total} are free on its file system",
@@ -128,6 +130,8 @@ def _member_text(report: PoolReport, name: str) -> str:
     if granted is not None:
         text += f", was granted {format_bytes(granted)}"
     text += f", heard of {words.age(report.now_s - heard_s)} ago"
+    if member.has_left:
+        text += "; has left, and what it wrote is charged until it is counted"
     quota = None if report.books is None else report.books.quota
     if quota is not None and member.capacity_bytes != quota.capacity_bytes:
         text += f"; takes {format_bytes(member.capacity_bytes)} for the capacity"

@@ -142,7 +142,7 @@ def root_text(root: str, identity: Identity | None, more: Sequence[tuple[str, st
     """A root as a paragraph: its digits, whose it is, and further lines (name, words)."""
     whose = [("whose", "unknown: its description is missing or damaged")]
     lines = [*(whose if identity is None else describe(identity)), *more]
-    return "\n".join([f"root {root}", *(f"  {name:<10} {value}" for name, value in lines)])
+    return "\n".join([f"root {root}", *(f"  {name:<10} {_plain(value)}" for name, value in lines)])
 
 
 def difference_words(name: str, here: JsonValue, there: JsonValue) -> str:
@@ -164,6 +164,11 @@ def differences(found: Mapping[str, tuple[JsonValue, JsonValue]]) -> list[str]:
         for name, (here, there) in found.items()
         if not _FOLLOWS.get(name, set()) & found.keys()
     ]
+
+
+def _plain(text: str) -> str:
+    """Without what a terminal would obey: whoever writes to the storage chose the words."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _value(value: JsonValue) -> str:

@@ -64,7 +64,24 @@ def bounded(connection_class: type[Any]) -> type[Any]:
 
     class Bounded(connection_class):  # type: ignore[misc]
         def _connect(self) -> Any:
-            return _BoundedSocket(super()._connect())
+            give_up_s = getattr(_call, "give_up_s", None)
+            if give_up_s is None:
+                return _BoundedSocket(super()._connect())
+            # The handshake of TLS waits for as long as an answer may take.
+            left_s = give_up_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("the call's time is over")
+            names = ("socket_timeout", "socket_connect_timeout")
+            given = {name: getattr(self, name) for name in names}
+            for name, most_s in given.items():
+                setattr(self, name, left_s if most_s is None else min(left_s, most_s))
+            try:
+                real = super()._connect()
+            finally:
+                for name, most_s in given.items():
+                    setattr(self, name, most_s)
+            real.settimeout(given["socket_timeout"])
+            return _BoundedSocket(real)
 
     return Bounded
 

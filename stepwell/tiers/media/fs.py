@@ -22,12 +22,12 @@ from stepwell.core.keys import Key, Root, make_key
 from stepwell.core.record import record_bytes
 from stepwell.core.types import ChunkResult, Outcome, Reason
 from stepwell.errors import ConfigError, TierError
-from stepwell.settings import parse_duration, parse_size
+from stepwell.settings import format_bytes, parse_duration, parse_size
 from stepwell.tiers.errnos import GONE, NO_LINKS
 from stepwell.tiers.files import is_there
 from stepwell.tiers.media.base import Page, Record, Stats, Wanted
 from stepwell.tiers.media.census import prune, record_folders, records
-from stepwell.tiers.media.marker import make_pool, read_pool_id
+from stepwell.tiers.media.marker import check_user, make_pool, read_pool_id
 from stepwell.tiers.media.movers import Mover, SystemCalls, in_time
 from stepwell.tiers.media.pool import Pool
 from stepwell.tiers.media.poolfiles import PoolFiles
@@ -69,10 +69,12 @@ def path_of(url: MediumUrl) -> Path:
     """The directory that a URL names.
 
     Raises:
-        ConfigError: none.
+        ConfigError: it names none.
     """
     if url.host or not url.path.strip("/"):
         raise ConfigError(f"write {url.scheme}:///mnt/pool, with three slashes: url={url.shown}")
+    if "\0" in url.path:
+        raise ConfigError(f"a path has no zero byte: url={url.shown}")
     return Path(os.path.normpath("/" + url.path.lstrip("/")))
 
 
@@ -210,7 +212,15 @@ class FsMedium:
         """
         if make:
             make_pool(self.path, self._limits.capacity_bytes)
+            status = os.statvfs(self.path)
+            if 0 < status.f_blocks * status.f_frsize <= self._limits.min_free_bytes:
+                raise ConfigError(
+                    f"min_free is all that the file system has: path={self.path} "
+                    f"min_free={format_bytes(self._limits.min_free_bytes)} "
+                    f"file_system={format_bytes(status.f_blocks * status.f_frsize)}"
+                )
         read_pool_id(self.path)
+        check_user(self.path, self._files.temp)
         self._files.make_folders()
         self._mover.check(self._files.temp)
         pool = Pool(self._files, self._limits)
@@ -256,7 +266,7 @@ class FsMedium:
                 left_s = give_up_s - time.monotonic() if len(reserved) == idx else 0.0
                 if pool.reserve(size_bytes, left_s):
                     reserved[idx] = size_bytes
-                elif pool.trouble:
+                elif pool.trouble and not pool.is_too_large(size_bytes):
                     raise TierError(f"the pool fails: path={self.path} error={pool.trouble}")
             if reserved:
                 self._write(records, list(reserved), results, charged, give_up_s)
@@ -362,6 +372,8 @@ class FsMedium:
         if self._files.is_inside(path):
             return True
         folder = self._files.chunks
+        if not stat.S_ISDIR(os.lstat(folder).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
         for name in os.path.dirname(path)[len(folder) + 1 :].split("/"):
             folder = f"{folder}/{name}"
             try:
@@ -414,7 +426,7 @@ class FsMedium:
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(seen.path)
                         count += 1
-                prune(folder, 1 << 63)  # unless somebody writes to it
+                prune(folder, 1 << 63)  # unless somebody writes to it; the root's with the last
         except OSError as error:
             raise self._failure("erase", error) from error
         if count:

@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 from stepwell.errors import ConfigError
-from stepwell.tiers.errnos import NO_LINKS
+from stepwell.tiers.errnos import NO_LINKS, NO_ROOM_LEFT
 from stepwell.tiers.files import is_there, read_small_text
 
-__all__ = ["make_pool", "read_pool_id"]
+__all__ = ["check_user", "make_pool", "read_pool_id"]
 
 _MARKER = "stepwell-pool.json"
 _FORMAT = 1
@@ -167,3 +167,37 @@ def _is_directory(path: Path) -> bool:
 
 def _is_nobodys(name: str) -> bool:
     return name in _NOBODYS or name.startswith(_MARKER)
+
+
+def check_user(path: Path, folder: str) -> None:
+    """Check that what this process makes belongs to whom the pool belongs.
+
+    Else one visit leaves a sweeper's folder that nobody else can remove, and nobody may write any
+    more. Who a file belongs to is up to the file system, which may know users by other numbers.
+
+    Args:
+        path: of the pool.
+        folder: in it, where a file may be made for a moment; the pool's own where there is none.
+
+    Raises:
+        ConfigError: it belongs to another user. OSError: from the system.
+    """
+    name = f"check-user-{secrets.token_hex(8)}"
+    owner = os.lstat(f"{path}/{_MARKER}").st_uid
+    probe = f"{folder if is_there(folder) else path}/{name}"
+    try:
+        fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno in NO_ROOM_LEFT:
+            return  # what is there can be read
+        raise
+    try:
+        us = os.fstat(fd).st_uid
+    finally:
+        os.close(fd)
+        os.unlink(probe)
+    if us != owner:
+        raise ConfigError(
+            f"the pool belongs to another user; all engines that share it run as one: path={path} "
+            f"owner={owner} ours={us}"
+        )

@@ -25,6 +25,7 @@ from stepwell.tiers.media.mooncake_setup import (
     target_of,
 )
 from stepwell.tiers.media.records import ABSENT, LAYOUT, name_of, root_name, split
+from stepwell.tiers.media.roots import DESCRIPTIONS, description_key
 from stepwell.tiers.media.urls import MediumUrl
 from stepwell.tiers.outcomes import ALREADY_THERE, DONE, FAILED, NO_ROOM
 
@@ -207,7 +208,10 @@ class MooncakeMedium:
         """See `stepwell.tiers.media.base.Medium.keys`; clients cannot list."""
 
     def stats(self, within_s: float) -> Stats:
-        """See `stepwell.tiers.media.base.Medium.stats`; clients are not told."""
+        """See `stepwell.tiers.media.base.Medium.stats`; clients are not told more than whether the
+        master is there.
+        """
+        self.exist([description_key(DESCRIPTIONS)], within_s)
         return Stats()
 
     def close(self) -> None:

@@ -13,8 +13,9 @@ import time
 from collections.abc import Sequence
 
 from stepwell.errors import TierError, in_one_line
+from stepwell.tiers.media.urls import shown_address
 
-__all__ = ["Address", "answers", "reachable", "shown_address"]
+__all__ = ["Address", "answers", "reachable"]
 
 Address = tuple[str, int]
 
@@ -53,11 +54,6 @@ def answers(addresses: Sequence[Address], ha: bool, timeout_s: float) -> bool:
     except TierError:
         return False
     return True
-
-
-def shown_address(host: str, port: int) -> str:
-    """``host:port``, also for IPv6."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _leader(etcds: Sequence[Address], timeout_s: float) -> Address:

@@ -12,8 +12,8 @@ from typing import Any
 
 from stepwell.errors import ConfigError, TierError, in_one_line
 from stepwell.tiers.media.mooncake_left import leave
-from stepwell.tiers.media.mooncake_reach import answers, reachable, shown_address
-from stepwell.tiers.media.urls import MediumUrl
+from stepwell.tiers.media.mooncake_reach import answers, reachable
+from stepwell.tiers.media.urls import MediumUrl, shown_address
 
 __all__ = ["Target", "check_devices", "connect", "load_library", "may_close", "target_of"]
 

@@ -3,9 +3,10 @@
 import contextlib
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -107,6 +108,8 @@ class ObjectMedium:
         self._threads = ThreadPoolExecutor(_AT_ONCE, f"stepwell-{scheme}")
         self._able: _Able | None = None  # until it was tried
         self._closed = False
+        self._lock = threading.Lock()
+        self._puts: set[Future[ChunkResult]] = set()
 
     def check(self) -> None:
         """See `stepwell.tiers.media.base.Medium.check`."""
@@ -279,6 +282,8 @@ class ObjectMedium:
             partial(self._put, _name(record.key), _joined(record), able.creates)
             for record in records
         )
+        with self._lock:
+            self._puts = {future for future in self._puts if not future.done()}.union(futures)
         errors: list[BaseException] = []
         try:
             return [self._written(future, give_up_s, errors) for future in futures]
@@ -349,6 +354,10 @@ class ObjectMedium:
 
     def erase(self, root: Root) -> int:
         """See `stepwell.tiers.media.base.Medium.erase`."""
+        # What an earlier call has given up goes on, and would come afterwards.
+        with self._lock:
+            puts = self._puts
+        wait(puts, _ERASE_WITHIN_S)
         count = 0
         for names in self._list(root):
             self._remove(names, time.monotonic() + _ERASE_WITHIN_S)

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from os import getpid
 
-from stepwell.errors import ConfigError
+from stepwell.errors import ConfigError, in_one_line
 from stepwell.tiers.errnos import GONE, NO_ROOM_LEFT
 from stepwell.tiers.media.marker import read_pool_id
 from stepwell.tiers.media.poolfiles import PoolFiles
@@ -71,8 +71,7 @@ class Pool:
         self.member_id = f"{host}-{getpid()}-{secrets.token_hex(8)}"
         self.num_failures = 0
         """Of its thread's beats."""
-        self.trouble = "nobody grants anything yet"
-        """Why the last beat failed; "" if it did not."""
+        self._failure = ""  # of the last beat
         self._files = files
         self._limits = limits
         # What is asked for beforehand, so that a writer seldom waits.
@@ -84,7 +83,7 @@ class Pool:
         self._written_bytes = self._reserved_bytes = 0
         self._granted_bytes = self._wanted_bytes = 0
         self._num_refused = 0
-        self._is_too_large = False
+        self._was_too_large = False
         self._heard_s = -_SILENT_S
         self._used_bytes: int | None = None
         self._published: Member | None = None
@@ -106,8 +105,7 @@ class Pool:
 
     def reserve(self, num_bytes: int, within_s: float) -> bool:
         """Whether so much may be written now; waits for a grant, 2 s at most."""
-        if num_bytes > self._limits.capacity_bytes // 4:
-            self._log_too_large(num_bytes)
+        if self.is_too_large(num_bytes):
             return False
         give_up_s = time.monotonic() + min(within_s, _WAIT_FOR_GRANT_S)
         with self._lock:
@@ -139,15 +137,19 @@ class Pool:
             if refused:
                 self._asked.notify()
 
-    def _log_too_large(self, num_bytes: int) -> None:
+    def is_too_large(self, num_bytes: int) -> bool:
+        """Whether a record will never be written, as it is more than a quarter of the capacity."""
+        if num_bytes <= self._limits.capacity_bytes // 4:
+            return False
         with self._lock:
-            is_first, self._is_too_large = not self._is_too_large, True
+            is_first, self._was_too_large = not self._was_too_large, True
         if is_first:
             logger.warning(
                 "a record is more than a quarter of the capacity and is not written; this is said "
                 "once: path=%s record=%dB capacity=%dB",
                 self._files.path, num_bytes, self._limits.capacity_bytes,
             )  # fmt: skip
+        return True
 
     def _has_heard(self) -> bool:
         return time.clock_gettime(time.CLOCK_BOOTTIME) < self._heard_s + _SILENT_S
@@ -160,6 +162,13 @@ class Pool:
         Whatever becomes of this host's own: it is not looked at after the start.
         """
         return self._clock.now_ns
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing may be written, other than that there is no room; "" if it may."""
+        if self._failure or self._has_heard():
+            return self._failure
+        return "nobody grants anything; does another user's engine sweep it, or none at all?"
 
     def used_bytes(self) -> int | None:
         """The most that lies in the pool, as whoever sweeps has said last; None if nobody did."""
@@ -184,7 +193,7 @@ class Pool:
         while self._waited():
             try:
                 self._beat()
-                self.trouble = ""
+                self._failure = ""
             except Exception as error:  # counted, and the next beat is another chance: a pool
                 self._on_failure(error)  # whose sweeper ends silently is full for ever
         self._leave()
@@ -211,7 +220,7 @@ class Pool:
 
     def _on_failure(self, error: Exception) -> None:
         self.num_failures += 1
-        self.trouble = str(error) or type(error).__name__
+        self._failure = in_one_line(error)
         self._looked_s = -_PULSE_S  # whether it still is the pool
         if not isinstance(error, OSError | ConfigError):
             self._sweeper = None  # whatever it is, another begins anew
@@ -220,7 +229,7 @@ class Pool:
             self._logged_s = now_s
             logger.warning(
                 "the pool fails: path=%s failures=%d error=%s",
-                self._files.path, self.num_failures, self.trouble,
+                self._files.path, self.num_failures, self._failure,
                 exc_info=not isinstance(error, OSError | ConfigError),
             )  # fmt: skip
 

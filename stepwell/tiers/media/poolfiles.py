@@ -79,9 +79,9 @@ class PoolFiles:
                 raise NotADirectoryError(errno.ENOTDIR, "no directory, or a link to one", path)
 
     def is_inside(self, path: str) -> bool:
-        """Whether no folder between `chunks` and a record's path is a link, or missing."""
+        """Whether no folder from `chunks` to a record's path is a link, or missing."""
         folder = os.path.dirname(path)
-        while len(folder) > len(self.chunks):
+        while len(folder) >= len(self.chunks):
             try:
                 if not stat.S_ISDIR(os.lstat(folder).st_mode):
                     return False

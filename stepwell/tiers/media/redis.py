@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import redis
@@ -32,7 +33,7 @@ from stepwell.errors import ConfigError, TierError, in_one_line
 from stepwell.tiers.media.base import Page, Record, Stats, Wanted
 from stepwell.tiers.media.bounded import BoundedPool, bounded, within
 from stepwell.tiers.media.records import ABSENT, joined, name_of, root_name, split
-from stepwell.tiers.media.urls import MediumUrl
+from stepwell.tiers.media.urls import MediumUrl, shown_address
 from stepwell.tiers.outcomes import ALREADY_THERE, DONE, FAILED, NO_ROOM
 
 __all__ = ["RedisMedium", "open_medium"]
@@ -45,11 +46,14 @@ _SCAN_COUNT = 1000
 _MAX_CONNECTIONS = 1024  # more than a tier has threads
 _CHECK_MS = 1000
 _CHECK_WITHIN_S = 10.0
-_ERASE_WITHIN_S = 60.0
+_ERASE_WITHIN_S = _SCAN_WITHIN_S = 60.0
+_MOST_CONNECT_S = 5.0
 _NO_RECORD = ChunkResult(Outcome.MISS, Reason.HEADER)
 _LOST = (redis.ConnectionError, redis.TimeoutError)
 # What a cluster's client raises is no RedisError.
 _ERRORS = (RedisError, RedisClusterException, OSError)
+# Nor what it raises of a server that is no Redis, and answers what it likes.
+_ODD_ERRORS = (*_ERRORS, AttributeError, IndexError, KeyError, TypeError, ValueError)
 _NOT_YET = (BusyLoadingError, ClusterDownError, MasterDownError, RedisClusterException)
 _REFUSED = (AuthenticationError, AuthorizationError, NoPermissionError)
 
@@ -89,8 +93,9 @@ def _connector(url: MediumUrl, timeout_s: float) -> Callable[[], Any]:
         "port": url.port or 6379,
         "username": url.user or None,
         "socket_timeout": timeout_s,
-        "socket_connect_timeout": timeout_s,
+        "socket_connect_timeout": min(timeout_s, _MOST_CONNECT_S),
         "max_connections": _MAX_CONNECTIONS,
+        "protocol": 2,  # which every server speaks
         # Once more for a connection that the server has closed meanwhile; a server that keeps
         # silent is not asked twice, since somebody waits.
         "retry": Retry(NoBackoff(), 1, (redis.ConnectionError,)),
@@ -113,8 +118,12 @@ def _connector(url: MediumUrl, timeout_s: float) -> Callable[[], Any]:
     if url.switch("cluster"):
         if database != "0":
             raise ConfigError(f"a cluster has no numbered databases: url={url.shown}")
-        return lambda: RedisCluster(
-            connection_pool_class=BoundedPool, password=url.secret() or None, **options
+        # Only by a url redis-py takes the pool that it is given; without, no call of a cluster was
+        # bounded.
+        scheme = "rediss" if options.pop("ssl", False) else "redis"
+        at = f"{scheme}://{shown_address(options.pop('host'), options.pop('port'))}"
+        return lambda: RedisCluster.from_url(
+            at, connection_pool_class=BoundedPool, password=url.secret() or None, **options
         )
 
     def connect() -> redis.Redis:
@@ -150,8 +159,8 @@ class RedisMedium:
         """See `stepwell.tiers.media.base.Medium.check`."""
         name = f"{self._prefix}:check"
         try:
-            client = self._ready()
             with within(_CHECK_WITHIN_S):
+                client = self._ready()
                 client.set(name, b"", px=_CHECK_MS)
                 client.unlink(name)
         except OutOfMemoryError:
@@ -173,8 +182,11 @@ class RedisMedium:
             raise ConfigError(
                 f"the server refuses: url={self._shown} error={in_one_line(error)}"
             ) from error
-        except _ERRORS as error:
-            raise self._failure("check", error) from error
+        except _ODD_ERRORS as error:
+            failure = self._failure("check", error)
+            if isinstance(error, redis.TimeoutError) and self._shown.startswith("rediss:"):
+                raise TierError(f"{failure}; does that port speak TLS?") from error
+            raise failure from error
 
     def exist(self, keys: Sequence[Key], within_s: float) -> list[bool]:
         """See `stepwell.tiers.media.base.Medium.exist`."""
@@ -235,27 +247,36 @@ class RedisMedium:
 
     def _scan(self, root: Root) -> Iterator[bytes]:
         pattern = f"{_escaped(self._prefix)}:{root_name(root)}:*"
-        try:
-            yield from self._ready().scan_iter(match=pattern, count=_SCAN_COUNT)
-        except _ERRORS as error:
-            raise self._failure("scan", error) from error
+        names: Iterator[bytes] | None = None
+        while True:
+            try:
+                with within(_SCAN_WITHIN_S):
+                    if names is None:
+                        names = self._ready().scan_iter(match=pattern, count=_SCAN_COUNT)
+                    some = list(islice(names, _SCAN_COUNT))
+            except _ODD_ERRORS as error:
+                raise self._failure("scan", error) from error
+            if not some:
+                return
+            yield from some
 
     def stats(self, within_s: float) -> Stats:
         """See `stepwell.tiers.media.base.Medium.stats`; of the server, whoever uses it."""
         try:
-            client = self._ready()
             with within(within_s):
-                found = client.info("memory")
-        except _ERRORS as error:
+                found = self._ready().info("memory")
+            # Of a cluster one answer per node.
+            of_nodes = all(isinstance(value, dict) for value in found.values())
+            nodes = list(found.values()) if of_nodes else [found]
+            limits = [node["maxmemory"] for node in nodes]
+            return Stats(
+                used_bytes=sum(node["used_memory"] for node in nodes),
+                capacity_bytes=sum(limits) if all(limits) else None,
+            )
+        except NoPermissionError:
+            return Stats()  # to read and write nobody has to know
+        except _ODD_ERRORS as error:
             raise self._failure("info", error) from error
-        # Of a cluster one answer per node.
-        of_nodes = all(isinstance(value, dict) for value in found.values())
-        nodes = list(found.values()) if of_nodes else [found]
-        limits = [node["maxmemory"] for node in nodes]
-        return Stats(
-            used_bytes=sum(node["used_memory"] for node in nodes),
-            capacity_bytes=sum(limits) if all(limits) else None,
-        )
 
     def close(self) -> None:
         """See `stepwell.tiers.media.base.Medium.close`."""
@@ -295,12 +316,12 @@ class RedisMedium:
         """Commands in one go; what failed for one of them is in its place."""
         what = str(commands[0][0]) if commands else "nothing"
         try:
-            pipeline = self._ready().pipeline(transaction=False)
-            for command in commands:
-                pipeline.execute_command(*command)
             with within(within_s):
+                pipeline = self._ready().pipeline(transaction=False)
+                for command in commands:
+                    pipeline.execute_command(*command)
                 answers: list[Any] = pipeline.execute(raise_on_error=False)
-        except _ERRORS as error:
+        except _ODD_ERRORS as error:
             raise self._failure(what, error) from error
         for answer in answers:
             if isinstance(answer, _LOST):

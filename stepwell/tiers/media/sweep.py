@@ -354,6 +354,8 @@ class Sweeper:
                 is_older = used_ns(os.lstat(path)) <= used
                 if is_older and self._files.is_inside(path):
                     self._evict_one(path)
+                    if self.evicted_bytes < self._short_until_bytes:
+                        prune(os.path.dirname(path), 1 << 63)  # it may be short of inodes
                     self.quota.evicted_bytes += size_bytes
                     self.evicted_bytes += size_bytes
             except OSError as error:
@@ -413,7 +415,8 @@ class Sweeper:
                 if num_records % _YIELD_EVERY == 0:
                     yield
             if is_empty:
-                prune(folder, now_ns - int(_PRUNE_AFTER_S * 1e9))
+                is_short = self.evicted_bytes < self._short_until_bytes
+                prune(folder, 1 << 63 if is_short else now_ns - int(_PRUNE_AFTER_S * 1e9))
             yield
         self.quota.end_count(total_bytes)
         self._num_counted = num_records

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 from stepwell.errors import ConfigError
 from stepwell.settings import without_password
 
-__all__ = ["MediumUrl"]
+__all__ = ["MediumUrl", "shown_address"]
 
 _FROM_ENVIRONMENT = re.compile(r"\$\{(\w+)\}")
 _SCHEME = re.compile(r"[A-Za-z0-9][A-Za-z0-9+.-]*")
@@ -134,3 +134,8 @@ class MediumUrl:
         if text not in ("true", "false"):
             raise ConfigError(f'{name} is "true" or "false": url={self.shown} {name}={text!r}')
         return text == "true"
+
+
+def shown_address(host: str, port: int) -> str:
+    """``host:port``, also for IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
