@@ -22,6 +22,7 @@ from stepwell.ops.shared import (
 )
 from stepwell.ops.shared_report import shared_json, shared_text
 from stepwell.testing import buffer_of, key_of
+from stepwell.tiers.media import pool
 from stepwell.tiers.media.base import Record, Stats
 from stepwell.tiers.media.fs import FsMedium, open_medium
 from stepwell.tiers.media.kinds import KINDS
@@ -29,27 +30,30 @@ from stepwell.tiers.media.roots import DESCRIPTION_BYTES, describe, description_
 from stepwell.tiers.media.urls import MediumUrl
 from stepwell.tiers.outcomes import DONE
 
+LONG_S = 60.0  # of a busy machine
 WRITTEN_BYTES = 5 * 12288 + DESCRIPTION_BYTES
 IDENTITY = Identity({"dtype": "float32"}, {"model": "some-model"})
 
 
 @pytest.fixture
-def medium(tmp_path: Path) -> Iterator[FsMedium]:
-    medium = open_medium(MediumUrl.parse(f"fs://{tmp_path}/pool?capacity=8MiB&min_free=1MiB"), 10.0)
+def medium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FsMedium]:
+    monkeypatch.setattr(pool, "_WAIT_FOR_GRANT_S", LONG_S)
+    url = MediumUrl.parse(f"fs://{tmp_path}/pool?capacity=8MiB&min_free=1MiB")
+    medium = open_medium(url, LONG_S)
     medium.check()
-    describe(medium, IDENTITY, time.time(), 10.0)
+    assert describe(medium, IDENTITY, time.time(), LONG_S)
     for root, count in (("one", 3), ("two", 2)):
         records = [
             Record(key_of(idx, root), bytes(4096), buffer_of(8192), 0.0) for idx in range(count)
         ]
-        assert medium.write(records, 10.0) == [DONE] * count
+        assert medium.write(records, LONG_S) == [DONE] * count
     yield medium
     medium.close()
 
 
 def until_told(path: Path) -> PoolReport:
     """The books say what was granted a moment after it was."""
-    ends_s = time.monotonic() + 30.0
+    ends_s = time.monotonic() + LONG_S
     while True:
         report = inspect_pool(path)
         if report.books is not None and report.members:
