@@ -977,9 +977,9 @@ def test_what_was_erased_is_not_charged_any_more(tmp_path: Path, close: Close) -
     """It was until the next count, ten minutes later; in a full pool others' records made way."""
     medium = close(medium_at(tmp_path / "pool", "64MiB"))
     records = [record_of(idx) for idx in range(40)]
-    assert medium.write(records, 10.0) == [DONE] * 40
+    assert medium.write(records, LONG_S) == [DONE] * 40
     until(lambda: (medium.stats(1.0).used_bytes or 0) > 2 * MIB)
-    eraser = close(open_medium(MediumUrl.parse(f"fs://{tmp_path}/pool?capacity=64MiB"), 10.0))
+    eraser = close(open_medium(MediumUrl.parse(f"fs://{tmp_path}/pool?capacity=64MiB"), LONG_S))
     assert eraser.erase(root_of(records[0].key)) == 40
     # What this member was granted and has not written stays charged.
     until(lambda: (medium.stats(1.0).used_bytes or 0) < 2 * MIB)
@@ -999,12 +999,12 @@ def test_without_threads_it_fails_as_a_tier(
         real(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    medium = close(open_medium(MediumUrl.parse(f"fs://{tmp_path}/pool?capacity=8MiB"), 10.0))
+    medium = close(open_medium(MediumUrl.parse(f"fs://{tmp_path}/pool?capacity=8MiB"), LONG_S))
     for _ in range(2):
         with pytest.raises(TierError, match="thread"):
             medium.check()
     medium.check()
-    assert medium.write([record_of(1)], 10.0) == [DONE]
+    assert medium.write([record_of(1)], LONG_S) == [DONE]
 
 
 def test_who_leaves_takes_nothing_along(tmp_path: Path, close: Close) -> None:
@@ -1021,7 +1021,7 @@ def test_who_leaves_takes_nothing_along(tmp_path: Path, close: Close) -> None:
         return books is not None and list(books.granted) == [second._ready(0.0).member_id]
 
     until(is_counted)
-    assert second.exist([record.key for record in records], 10.0) == [True] * 160
+    assert second.exist([record.key for record in records], LONG_S) == [True] * 160
     assert second.stats(10.0).used_bytes == bytes_in(tmp_path / "pool")
 
 

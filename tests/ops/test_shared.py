@@ -108,7 +108,7 @@ def test_looking_changes_nothing_and_joins_nobody(tmp_path: Path, medium: FsMedi
 def test_a_root_in_words(tmp_path: Path, medium: FsMedium) -> None:
     """By its description, which is a record among the others; a damaged one is no error."""
     record = Record(make_key(IDENTITY.root, b"k"), bytes(4096), buffer_of(8192), 0.0)
-    assert medium.write([record], 10.0) == [DONE]
+    assert medium.write([record], LONG_S) == [DONE]
     report = inspect_pool(tmp_path / "pool")
     named = {root.root: root.identity for root in report.roots}
     assert named[IDENTITY.root.hex()] == IDENTITY
@@ -121,7 +121,7 @@ def test_a_root_in_words(tmp_path: Path, medium: FsMedium) -> None:
         report = inspect_pool(tmp_path / "pool")
         assert {root.identity for root in report.roots} == {None}
         assert "whose      unknown" in shared_text(report)
-    assert medium.exist([description_key(IDENTITY.root)], 10.0) == [True]
+    assert medium.exist([description_key(IDENTITY.root)], LONG_S) == [True]
 
 
 def test_on_the_command_line(
