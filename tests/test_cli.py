@@ -1,6 +1,7 @@
 """The command line as a user meets it: output, exit status, and one clear line for bad input."""
 
 import fcntl
+import importlib.util
 import json
 import os
 import pty
@@ -698,3 +699,21 @@ def test_a_full_disk_for_the_output(store: Path, unbuffered: str) -> None:
         )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr == "stepwell: error: No space left on device\n"
+
+
+def test_a_second_url_is_not_lost_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        cli.main([*VLLM_ARGS, "--url", "redis://a", "--url", "redis://b"])
+    assert error.value.code == 2
+    assert "--url may be given once" in capsys.readouterr().err
+
+
+def test_what_cannot_be_checked_here_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "redis" else find(name)
+    )
+    assert cli.main([*VLLM_ARGS, "--url", "redis://a?clustr=true"]) == 0
+    assert "pip install 'stepwell[redis]'" in capsys.readouterr().err

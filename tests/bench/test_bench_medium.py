@@ -1,6 +1,7 @@
 """The storage benchmark on a URL: what it moves, and that it leaves nothing behind."""
 
 import json
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,13 @@ from stepwell.bench.storage_options import StorageOptions
 from stepwell.bench.storage_results import RAW, READ, TIER, WRITE
 from stepwell.bench.stores import SharedStore
 from stepwell.errors import ConfigError, DataError, TierError
+from stepwell.testing import buffer_of, key_of
+from stepwell.tiers.media.base import Record
+from stepwell.tiers.media.kinds import open_medium
+from stepwell.tiers.media.poolfiles import PoolFiles
 from stepwell.tiers.media.redis import RedisMedium
 from stepwell.tiers.media.urls import MediumUrl
+from stepwell.tiers.outcomes import DONE
 
 MIB = 1 << 20
 SMALL = ("--size", "16MiB", "--chunk", "1MiB", "--jobs", "4", "--rounds", "2")
@@ -177,3 +183,31 @@ def test_a_demo_that_fails_says_what_it_leaves(caplog: pytest.LogCaptureFixture)
     with pytest.raises(KeyboardInterrupt):
         _Demo._with_stores(demo, {}, SharedStore("redis://127.0.0.1:1"))
     assert "chunks are left on redis://127.0.0.1:1:" in caplog.text
+
+
+def test_a_shared_directory_in_use_is_not_emptied(tmp_path: Path) -> None:
+    """With a smaller capacity all that others had made way, and with too little room the most."""
+    own = open_medium(MediumUrl.parse(f"fs://{tmp_path}/pool?capacity=64MiB&min_free=1MiB"), 10.0)
+    own.check()
+    record = Record(key_of(1), bytes(4096), buffer_of(4096), 0.0)
+    assert own.write([record], 60.0) == [DONE]
+    own.close()
+    again = open_medium(MediumUrl.parse(f"fs://{tmp_path}/pool?capacity=64MiB&min_free=1MiB"), 10.0)
+    again.check()  # which counts what is there
+    files = PoolFiles(tmp_path / "pool")
+    give_up_s = time.monotonic() + 60.0
+    while not (books := files.read_books(files.highest_epoch())) or not books.num_counted:
+        assert time.monotonic() < give_up_s
+        time.sleep(0.05)
+    again.close()
+    for capacity, size, words in (
+        ("32MiB", "2MiB", "another capacity.*there=64.0 MiB"),
+        ("64MiB", "16MiB", "a directory of its own.*writes="),
+    ):
+        options = StorageOptions(
+            paths=(f"fs://{tmp_path}/pool?capacity={capacity}&min_free=1MiB",),
+            chunks=("1MiB",), jobs=2, size=size, rounds=1,
+        )  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            run_medium(options)
+    assert again.exist([record.key], 10.0) == [True]

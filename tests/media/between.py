@@ -41,6 +41,7 @@ class Between:
         gate: answers wait while it is shut.
         listens: bodies of requests are not taken in while it is not set.
         seen: requests so far, method and path.
+        num_begun: requests so far, those whose bodies are not taken in yet included.
     """
 
     def __init__(self, port: int) -> None:
@@ -53,6 +54,7 @@ class Between:
         self.listens = threading.Event()
         self.listens.set()
         self.seen: list[tuple[str, str]] = []
+        self.num_begun = 0
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self, port))
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
@@ -75,6 +77,7 @@ def _handler(between: Between, port: int) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"
 
         def _hand_on(self) -> None:
+            between.num_begun += 1
             between.listens.wait(60)
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             between.seen.append((self.command, self.path))

@@ -58,11 +58,12 @@ class Pool:
         self.url = f"mooncake://{self.address}"
         self._folder = folder
         self._node_bytes = node_bytes
+        ports = [answers_on(port) for port in (self.port, self.metrics_port)]
         self.master = Server(
             [str(installed() / "mooncake_master"), "--rpc_address=127.0.0.1",
              f"--rpc_port={self.port}", "--rpc_thread_num=2", "--metrics_host=127.0.0.1",
              f"--metrics_port={self.metrics_port}", "--logtostderr=1", *options],
-            answers_on(self.metrics_port), folder / "master.log",
+            lambda: all(answers() for answers in ports), folder / "master.log",
         )  # fmt: skip
         self.nodes = [self._node(idx) for idx in range(nodes)]
 

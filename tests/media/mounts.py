@@ -31,10 +31,10 @@ def own_namespace() -> None:
         pytest.skip(f"nothing can be mounted here: {_refused()}")
 
 
-def mount_memory(path: Path, size_bytes: int) -> None:
-    """A file system in memory, of so many bytes."""
+def mount_memory(path: Path, size_bytes: int, inodes: int = 0) -> None:
+    """A file system in memory, of so many bytes; and files, if not 0."""
     own_namespace()
-    options = f"size={size_bytes}".encode()
+    options = f"size={size_bytes},nr_inodes={inodes}".encode()
     if _libc.mount(b"none", str(path).encode(), b"tmpfs", 0, options):
         pytest.skip(f"nothing can be mounted here: {os.strerror(ctypes.get_errno())}")
 

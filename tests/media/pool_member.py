@@ -39,7 +39,7 @@ def main() -> None:
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
     url = MediumUrl("fs", path=path, parameters={"capacity": capacity, "min_free": "1MiB"})
-    medium = open_medium(url, 10.0)
+    medium = open_medium(url, 60.0)
     medium.check()
     driver = Driver(SharedTier(medium, TierContext(), name="fs", num_threads=2))
     rng = random.Random(int(seed))

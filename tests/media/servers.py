@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import random
 import shutil
 import signal
 import socket
@@ -43,12 +44,23 @@ def run(name: str, *arguments: str) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=60, env=surroundings(name))
 
 
+_given_out: set[int] = set()
+
+
 def free_port() -> int:
-    """A port of loopback that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of loopback that nobody listens on just now, another each time.
+
+    Below those that the system gives to connections (ip_local_port_range): what is told of is used
+    a while later.
+    """
+    for _ in range(1000):
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        if port not in _given_out:
+            with contextlib.suppress(OSError), socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+                _given_out.add(port)
+                return port
+    raise AssertionError("there is no free port")
 
 
 def _die_with_parent() -> None:

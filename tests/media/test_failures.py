@@ -28,12 +28,18 @@ from stepwell.store import Store
 from stepwell.testing import buffer_of, key_of, payload_of
 
 from .sites import SITES, Site
+from .test_fs import until
 
 SIZE = 64 << 10
 DEADLINE_S = 1.0
 # Of a busy machine, on top of what is promised: nothing here depends on how fast it is.
-GRACE_S = 5.0
+GRACE_S = 15.0
+# Of what is no subject of these tests, such as what they begin with.
+LONG_S = 30.0
 KEYS = [key_of(idx) for idx in range(16)]
+# Three open the breaker. Another is a probe if the caller is away for 5 s then, one more if it is
+# for 10 s after that, and a last one for 20 s.
+MOST_ASKED = 6
 
 
 @dataclass
@@ -91,16 +97,60 @@ class Caller:
             assert time.monotonic() - began_s < 60.0, "never reported"
             time.sleep(0.002)
 
+    def prepare(self) -> None:
+        """Have KEYS stored and known to be there. What that takes is of no row."""
+        until(lambda: self.write(KEYS, LONG_S).done and self.read(KEYS).done)
+        self.longest_s, self.served = 0.0, 0
+
+    def until_read(self, keys: list[Key]) -> None:
+        """Where all is well. On a busy machine one read is late, and another is not."""
+        until(lambda: self.read(keys).done)
+
+    def until_written_anew(self, keys: list[Key]) -> None:
+        """The same of a write, and of what it wrote."""
+        until(lambda: self.write(keys).done)
+        self.until_read(keys)
+
+    def until_gone(self, keys: list[Key]) -> None:
+        """A server has lost them: they are missed, and it is known that they are not there."""
+        absent, misses = {Reason.ABSENT}, [Lookup.MISS] * len(keys)
+        until(lambda: reasons_of(self.read(keys)) == absent and self.lookup(keys) == misses)
+
+    def num_asked(self) -> int:
+        """How many reads a server that fails is asked for, until one is refused."""
+        for count in range(20):
+            result = self.read(KEYS[:4])
+            assert not result.done
+            if not reasons_of(result) & {Reason.IO_ERROR, Reason.DEADLINE}:
+                # Absent: while the breaker is open no tier is asked, and none has it.
+                assert reasons_of(result) <= {Reason.BREAKER, Reason.ABSENT}
+                return count
+        raise AssertionError("it is asked again and again")
+
+    def until_left_alone(self) -> None:
+        """Until what is there is missed for the breaker's sake; a probe may be due before."""
+
+        def left_alone() -> bool:
+            assert not self.read(KEYS[:4]).done
+            missed = self.lookup(KEYS) == [Lookup.MISS] * 16
+            return missed and self.store.why_missed(KEYS[0]) is Reason.BREAKER
+
+        until(left_alone)
+
     def until_healed(self, keys: list[Key]) -> None:
         """Go on as an engine does until a write and a read are done."""
         began_s = time.monotonic()
-        while time.monotonic() - began_s < 60.0:
+        while time.monotonic() - began_s < 300.0:
             self.lookup(keys)
             if self.write(keys).done and self.read(keys).done:
                 self.healed_s = time.monotonic() - began_s
                 return
             time.sleep(0.05)
         raise AssertionError("the tier does not heal")
+
+
+def reasons_of(result: JobResult) -> set[Reason]:
+    return {each.reason for each in result.results}
 
 
 @pytest.fixture(params=SITES)
@@ -140,9 +190,11 @@ def row(request: pytest.FixtureRequest, caller: Caller) -> Iterator[None]:
             file.write(json.dumps(entry) + "\n")
 
 
-def open_store(site: Site) -> Store:
-    settings = {"url": site.url, "slow_after": f"{DEADLINE_S:.0f}s", "read_deadline": "1s"}
-    return Store.open(Settings.parse(settings))
+def open_store(site: Site, deadline_s: float = DEADLINE_S) -> Store:
+    within = f"{deadline_s:.0f}s"
+    return Store.open(
+        Settings.parse({"url": site.url, "slow_after": within, "read_deadline": within})
+    )
 
 
 def within_bounds(caller: Caller) -> None:
@@ -150,15 +202,10 @@ def within_bounds(caller: Caller) -> None:
 
 
 def test_killed(site: Site, caller: Caller) -> None:
-    caller.write(KEYS)
+    caller.prepare()
     site.kill()
-    results = [caller.read(KEYS[:4]) for _ in range(6)]
-    assert not any(result.done for result in results)
-    reasons = {each.reason for result in results for each in result.results}
-    # Absent: while the breaker is open no tier is asked, and none has it.
-    assert reasons <= {Reason.IO_ERROR, Reason.BREAKER, Reason.DEADLINE, Reason.ABSENT}
-    assert caller.lookup(KEYS[:4]) == [Lookup.MISS] * 4
-    assert caller.store.why_missed(KEYS[0]) in (Reason.BREAKER, Reason.IO_ERROR)
+    assert caller.num_asked() <= MOST_ASKED
+    caller.until_left_alone()
     assert not caller.write([key_of("new")]).done
     within_bounds(caller)
     site.start()
@@ -167,11 +214,13 @@ def test_killed(site: Site, caller: Caller) -> None:
 
 def test_killed_before_it_was_asked(site: Site, caller: Caller) -> None:
     """Nothing is believed yet, so the question itself fails."""
-    caller.write(KEYS)
+    caller.prepare()
     fresh = Caller(open_store(site))
     try:
         site.kill()
         assert fresh.lookup(KEYS) == [Lookup.MISS] * 16
+        # A lookup that has no answer in time is a miss without a reason; it is said soon after.
+        until(lambda: fresh.store.lookup(KEYS[:1]) == [Lookup.MISS])
         assert fresh.store.why_missed(KEYS[0]) in (Reason.IO_ERROR, Reason.BREAKER)
         within_bounds(fresh)
         caller.longest_s = fresh.longest_s
@@ -198,35 +247,25 @@ def test_down_when_an_engine_starts(site: Site, caller: Caller) -> None:
 
 def test_hangs(site: Site, caller: Caller) -> None:
     """It is asked a few times, and then left alone for a while."""
-    caller.write(KEYS)
+    caller.prepare()
     site.pause()
-    waits = []
-    for _ in range(8):
-        began_s = time.monotonic()
-        assert not caller.read(KEYS[:4]).done
-        waits.append(time.monotonic() - began_s)
-    assert caller.lookup(KEYS) == [Lookup.MISS] * 16
-    assert caller.store.why_missed(KEYS[0]) is Reason.BREAKER
+    assert caller.num_asked() <= MOST_ASKED
+    caller.until_left_alone()
     within_bounds(caller)
-    # Each of the first few took its deadline; all of them would have taken eight seconds.
-    assert sum(waited_s > 0.9 * DEADLINE_S for waited_s in waits) <= 4, "it is left alone"
     site.resume()
     caller.until_healed([key_of("after")])
-    assert caller.read(KEYS).done
+    caller.until_read(KEYS)
 
 
 def test_comes_back_empty(site: Site, caller: Caller) -> None:
     """What is believed to be there is not: a miss, and then it is known."""
-    caller.write(KEYS)
+    caller.prepare()
     assert caller.lookup(KEYS) == [Lookup.HIT] * 16
     site.kill()
     site.start_empty()
     caller.until_healed([key_of("after")])
-    result = caller.read(KEYS)
-    assert {each.reason for each in result.results} == {Reason.ABSENT}
-    assert caller.lookup(KEYS) == [Lookup.MISS] * 16
-    assert caller.write(KEYS).done
-    assert caller.read(KEYS).done
+    caller.until_gone(KEYS)
+    caller.until_written_anew(KEYS)
     within_bounds(caller)
 
 
@@ -241,13 +280,17 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], Reason]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_answers_wrongly(site: Site, caller: Caller, damage: str) -> None:
     change, reason = DAMAGE[damage]
-    caller.write(KEYS)
+    caller.prepare()
     site.change(KEYS[3], change)
-    result = caller.read(KEYS)
-    assert [each.reason for each in result.results] == [
-        reason if idx == 3 else Reason.NONE for idx in range(16)
-    ]
-    assert caller.lookup([KEYS[3]]) == [Lookup.MISS]
-    assert caller.write(KEYS).done
-    assert caller.read(KEYS).done
-    within_bounds(caller)
+    patient = Caller(open_store(site, LONG_S))  # a wrong record is met once
+    try:
+        result = patient.read(KEYS)
+        assert [each.reason for each in result.results] == [
+            reason if idx == 3 else Reason.NONE for idx in range(16)
+        ]
+        assert patient.lookup([KEYS[3]]) == [Lookup.MISS]
+        patient.until_written_anew(KEYS)
+        within_bounds(patient)
+        caller.longest_s, caller.served = patient.longest_s, patient.served
+    finally:
+        patient.store.close()

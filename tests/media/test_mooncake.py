@@ -20,7 +20,7 @@ from stepwell.core.types import ChunkResult, Outcome, Reason
 from stepwell.errors import ConfigError, TierError
 from stepwell.testing import Driver, SharedTierContract, buffer_of, key_of, payload_of
 from stepwell.tiers.base import TierContext
-from stepwell.tiers.media import mooncake_setup
+from stepwell.tiers.media import mooncake_client, mooncake_setup
 from stepwell.tiers.media.base import Record, Wanted
 from stepwell.tiers.media.kinds import open_medium as open_any
 from stepwell.tiers.media.mooncake import MooncakeMedium, open_medium
@@ -35,7 +35,7 @@ from .namespace import own_network
 from .servers import free_port
 
 SIZE = 4096
-LONG_S = 20.0
+LONG_S = 60.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -377,8 +377,8 @@ def test_a_pool_without_room_refuses_in_time(pool: Pool, tmp_path: Path) -> None
         records = [Record(key_of(idx), bytes(HEADER_BYTES), buffer_of(4 << 20), 0.0)
                    for idx in range(2)]  # fmt: skip
         began_s = time.monotonic()
-        assert medium.write(records, 30.0) == [NO_ROOM, NO_ROOM]
-        assert time.monotonic() - began_s < 15.0
+        assert medium.write(records, LONG_S) == [NO_ROOM, NO_ROOM]
+        assert time.monotonic() - began_s < LONG_S / 2
         medium.close()
         raw.close()
 
@@ -426,7 +426,7 @@ def test_a_name_that_a_dead_writer_has_is_not_called_written(pool: Pool, client:
         began_s = time.monotonic()
         (result,) = medium.write([record], LONG_S)
         assert result == ChunkResult(Outcome.FULL, Reason.DEADLINE)
-        assert time.monotonic() - began_s < 15.0
+        assert time.monotonic() - began_s < LONG_S / 2
         client.batch_put_session_revoke([name])
         assert medium.write([record], LONG_S) == [DONE]
         assert medium.write([record], LONG_S) == [ALREADY_THERE]
@@ -557,7 +557,7 @@ def test_a_call_that_is_late_keeps_its_memory(pool: Pool) -> None:
     began_s = time.monotonic()
     with pytest.raises(TierError, match="no answer in time"):
         medium.read([Wanted(key_of(1), target)], 0.3)
-    assert time.monotonic() - began_s < 10.0
+    assert time.monotonic() - began_s < LONG_S / 2
     del client._answers["batch_get_into"]
     second = buffer_of(SIZE)
     (page,) = medium.read([Wanted(key_of(1), second)], LONG_S)
@@ -584,13 +584,15 @@ def test_closing_does_not_wait_for_a_late_call(pool: Pool) -> None:
         medium.exist([key_of(1)], 0.2)
     began_s = time.monotonic()
     medium.close()
-    assert time.monotonic() - began_s < 20.0
+    assert time.monotonic() - began_s < LONG_S / 2
     with pytest.raises(TierError, match="closed"):
         medium.exist([key_of(1)], 1.0)
     let_go.set()
 
 
-def test_a_client_that_cannot_be_made_is_tried_again(pool: Pool) -> None:
+def test_a_client_that_cannot_be_made_is_tried_again(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tries: list[float] = []
 
     def connect() -> Any:
@@ -601,12 +603,16 @@ def test_a_client_that_cannot_be_made_is_tried_again(pool: Pool) -> None:
             raise KeyError("a bug")
         return pool.client()
 
-    medium = medium_of(Connection(connect), "again")
-    with pytest.raises(TierError, match="not yet"):
-        medium.check()
-    with pytest.raises(TierError, match="not yet"):  # was tried just now
-        medium.check()
+    connection = Connection(connect)
+    medium = medium_of(connection, "again")
+    with monkeypatch.context() as patch:
+        patch.setattr(mooncake_client, "_AGAIN_S", LONG_S)
+        with pytest.raises(TierError, match="not yet"):
+            medium.check()
+        with pytest.raises(TierError, match="not yet"):  # was tried just now
+            medium.check()
     assert len(tries) == 1
+    connection._again_at_s = 0.0
     give_up_s = time.monotonic() + 60.0
     while len(tries) < 3:
         assert time.monotonic() < give_up_s

@@ -14,7 +14,7 @@ from stepwell.core.record import HEADER_BYTES
 from stepwell.core.types import ChunkResult, Reason
 from stepwell.errors import ConfigError, TierError
 from stepwell.testing import SharedTierContract, buffer_of, key_of, payload_of
-from stepwell.tiers.media import nixl_objects
+from stepwell.tiers.media import nixl_objects, objects
 from stepwell.tiers.media.base import Medium, Record, Wanted
 from stepwell.tiers.media.kinds import open_medium
 from stepwell.tiers.media.object_stores import open_store
@@ -39,6 +39,8 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for module in (nixl_objects, objects):
+        monkeypatch.setattr(module, "_CHECK_WITHIN_S", LONG_S)
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +275,7 @@ def own(tmp_path: Path) -> Iterator[Objects]:
 
 def test_a_server_that_hangs_is_left_alone(own: Objects) -> None:
     """NIXL goes on for a minute; its memory is nobody else's until then."""
-    medium = open_medium(MediumUrl.parse(nixl_url(own, "hang")), 2.0)
+    medium = open_medium(MediumUrl.parse(nixl_url(own, "hang")), LONG_S)
     medium.check()
     assert medium.write(records_of(KEYS), LONG_S) == [DONE] * 6
     own.server.pause()
@@ -292,9 +294,9 @@ def test_a_server_that_hangs_is_left_alone(own: Objects) -> None:
 
 
 def test_a_server_that_is_gone(own: Objects) -> None:
-    medium = open_medium(MediumUrl.parse(nixl_url(own, "gone")), 2.0)
+    medium = open_medium(MediumUrl.parse(nixl_url(own, "gone")), 10.0)
     medium.check()
-    medium.write(records_of(KEYS[:2]), LONG_S)
+    assert medium.write(records_of(KEYS[:2]), LONG_S) == [DONE] * 2
     own.server.kill()
     with pytest.raises(TierError):
         medium.read(wanted_of(KEYS[:2]), 1.0)
@@ -333,7 +335,7 @@ def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_bucket_that_there_is_not(server: Objects) -> None:
     url = f"nixl+obj://no-such-bucket?endpoint=http://127.0.0.1:{server.port}"
-    medium = open_medium(MediumUrl.parse(url), 10.0)
+    medium = open_medium(MediumUrl.parse(url), LONG_S)
     with pytest.raises(ConfigError, match="bucket"):
         medium.check()
     medium.close()

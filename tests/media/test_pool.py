@@ -35,10 +35,20 @@ from stepwell.tiers.shared import SharedTier
 from .mounts import mount_memory, unmount
 from .pool_member import LEAST
 from .sites import FsSite
-from .test_fs import Members, Watch, bytes_in, medium_at, sweeper_among, sweeper_at, until
+from .test_fs import (
+    LONG_S,
+    Members,
+    Watch,
+    bytes_in,
+    medium_at,
+    sweeper_among,
+    sweeper_at,
+    until,
+)
 
 KIB, MIB = 1 << 10, 1 << 20
 NO_SPACE = ChunkResult(Outcome.FULL, Reason.NO_SPACE)
+SOON_S = 2.0  # of a pool that may have no room
 
 
 def record_of(name: object, size_bytes: int = 60 * KIB) -> Record:
@@ -58,6 +68,26 @@ def close() -> Iterator[Callable[[FsMedium], FsMedium]]:
 
 
 Close = Callable[[FsMedium], FsMedium]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The epoch of each step that a sweeper here has begun."""
+    real = Sweeper.step
+    begun: list[int] = []
+
+    def step(self: Sweeper, *args: Any, **kwargs: Any) -> bool:
+        begun.append(self.epoch)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Sweeper, "step", step)
+    return begun
+
+
+def until_stepped(steps: list[int], number: int) -> None:
+    """Until so many more have begun."""
+    enough = len(steps) + number
+    until(lambda: len(steps) >= enough)
 
 
 # Full.
@@ -89,22 +119,39 @@ def fill(path: Path, leave_bytes: int = 0) -> Path:
 def test_a_file_system_that_is_full_below_capacity(drive: Path, close: Close) -> None:
     """Old records make way for new ones all the same; a pool must not freeze as it is."""
     medium = close(medium_at(drive / "pool", "7MiB", min_free="4KiB"))
-    results = [medium.write([record_of(idx)], 10.0)[0] for idx in range(50)]
+    results = [medium.write([record_of(idx)], LONG_S)[0] for idx in range(50)]
     assert set(results) == {DONE}
     fill(drive, 256 * KIB)
     late: list[ChunkResult] = []
 
     def again() -> bool:
-        late.append(medium.write([record_of(f"late{len(late)}")], 10.0)[0])
+        late.append(medium.write([record_of(f"late{len(late)}")], SOON_S)[0])
         return late[-20:] == [DONE] * 20
 
-    until(again, 60.0)
+    until(again)
     assert set(late) <= {DONE, NO_SPACE, NO_ROOM}
+
+
+def test_a_file_system_without_inodes(tmp_path: Path, close: Close) -> None:
+    """Records made way, and their folders, which hold the inodes, stayed: in the end none was kept."""
+    path = tmp_path / "drive"
+    path.mkdir()
+    mount_memory(path, 64 * MIB, inodes=140)
+    try:
+        medium = close(medium_at(path / "pool", "32MiB"))
+        kept = []
+        for number in range(120):
+            kept += medium.write([record_of(number)], LONG_S)
+            time.sleep(0.02)
+        assert kept[-40:].count(DONE) > 10
+    finally:
+        unmount(path)
 
 
 def test_a_quota_that_nobody_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file system says there is room, and refuses: that of this user is used up."""
     medium = medium_at(tmp_path / "pool", "8MiB")
+    assert medium.write([record_of("first")], LONG_S) == [DONE]
     real = movers.write_run
 
     def refuse(fd: int, *more: Any) -> None:
@@ -116,10 +163,10 @@ def test_a_quota_that_nobody_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     results: list[ChunkResult] = []
 
     def again() -> bool:
-        results.append(medium.write([record_of(len(results))], 10.0)[0])
+        results.append(medium.write([record_of(len(results))], SOON_S)[0])
         return len(results) > 150 and results[-3:] == [DONE] * 3
 
-    until(again, 60.0)
+    until(again)
     medium.close()
     assert NO_SPACE in results
     assert results.count(DONE) > 80
@@ -130,7 +177,7 @@ def test_taking_over_needs_no_room(drive: Path, close: Close) -> None:
     medium_at(drive / "pool", "7MiB", min_free="1MiB").close()
     medium = close(medium_at(drive / "pool", "7MiB", min_free="1MiB"))
     for idx in range(50):
-        assert medium.write([record_of(idx)], 10.0) == [DONE]
+        assert medium.write([record_of(idx)], LONG_S) == [DONE]
     medium.close()
     fill(drive)
     with pytest.raises(OSError, match="No space"):
@@ -144,8 +191,9 @@ def test_taking_over_needs_no_room(drive: Path, close: Close) -> None:
 
 def test_free_space_is_kept_whoever_uses_it_up(drive: Path, close: Close) -> None:
     medium = close(medium_at(drive / "pool", "7MiB", min_free="2MiB"))
+    assert medium.write([record_of("first")], LONG_S) == [DONE]
     for idx in range(150):
-        medium.write([record_of(idx)], 10.0)
+        medium.write([record_of(idx)], SOON_S)
         status = os.statvfs(drive)
         assert status.f_bavail * status.f_frsize >= 2 * MIB - 128 * KIB
     (drive / "other").write_bytes(bytes(3 * MIB // 2))
@@ -159,18 +207,18 @@ def test_free_space_is_kept_whoever_uses_it_up(drive: Path, close: Close) -> Non
 
 
 def test_a_record_that_can_never_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close: Close
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close: Close, steps: list[int]
 ) -> None:
     """It is refused without waiting for room, and nothing leaves for it."""
     monkeypatch.setattr(pool, "_WAIT_FOR_GRANT_S", 600.0)
     medium = close(medium_at(tmp_path / "pool", "2MiB"))
     for idx in range(8):
-        assert medium.write([record_of(idx)], 10.0) == [DONE]
+        assert medium.write([record_of(idx)], LONG_S) == [DONE]
     began_s = time.monotonic()
     assert medium.write([record_of("large", 3 * MIB)], 120.0) == [NO_ROOM]
     assert time.monotonic() - began_s < 60.0
-    time.sleep(0.5)
-    assert medium.exist([key_of(idx) for idx in range(8)], 10.0) == [True] * 8
+    until_stepped(steps, 4)
+    assert medium.exist([key_of(idx) for idx in range(8)], LONG_S) == [True] * 8
 
 
 def test_what_was_reserved_is_given_back_whatever_happens(
@@ -185,8 +233,8 @@ def test_what_was_reserved_is_given_back_whatever_happens(
         patch.setattr(movers, "write_run", fail)
         for idx in range(30):
             with pytest.raises(MemoryError):
-                medium.write([record_of(idx, 200 * KIB)], 10.0)
-    assert medium.write([record_of("after", 200 * KIB)], 10.0) == [DONE]
+                medium.write([record_of(idx, 200 * KIB)], LONG_S)
+    assert medium.write([record_of("after", 200 * KIB)], LONG_S) == [DONE]
 
 
 # Away, or another one.
@@ -196,7 +244,7 @@ def test_where_it_is_not_mounted_any_more_nothing_is_made(tmp_path: Path, close:
     """Below a mount point there is an empty folder, on the drive that the system is on."""
     path = tmp_path / "pool"
     medium = close(medium_at(path))
-    assert medium.write([record_of(1)], 10.0) == [DONE]
+    assert medium.write([record_of(1)], LONG_S) == [DONE]
     path.rename(tmp_path / "away")
     path.mkdir()
     results: list[ChunkResult] = []
@@ -204,21 +252,21 @@ def test_where_it_is_not_mounted_any_more_nothing_is_made(tmp_path: Path, close:
     while time.monotonic() < ends_s:
         with contextlib.suppress(TierError):
             results += medium.write([record_of(time.monotonic_ns())], 1.0)
-        medium.exist([key_of(1)], 1.0)
-        medium.touch([key_of(1)], 1.0)
-        medium.remove([key_of(1)], 1.0)
+        medium.exist([key_of(1)], LONG_S)
+        medium.touch([key_of(1)], LONG_S)
+        medium.remove([key_of(1)], LONG_S)
         time.sleep(0.05)
     assert list(path.iterdir()) == []
     assert DONE not in results
     path.rmdir()
     (tmp_path / "away").rename(path)
     until(lambda: _writes(medium))
-    assert medium.exist([key_of(1)], 10.0) == [True]
+    assert medium.exist([key_of(1)], LONG_S) == [True]
 
 
 def _writes(medium: FsMedium) -> bool:
     try:
-        return medium.write([record_of(time.monotonic_ns())], 1.0) == [DONE]
+        return medium.write([record_of(time.monotonic_ns())], 10.0) == [DONE]
     except TierError:
         return False
 
@@ -229,10 +277,10 @@ def test_another_pool_in_its_place_is_left_alone(
     """Such as one that was made there by mistake, while nothing was mounted."""
     path = tmp_path / "pool"
     medium = close(medium_at(path))
-    assert medium.write([record_of(1)], 10.0) == [DONE]
+    assert medium.write([record_of(1)], LONG_S) == [DONE]
     path.rename(tmp_path / "away")
     other = close(medium_at(path))
-    assert other.write([record_of("its own")], 10.0) == [DONE]
+    assert other.write([record_of("its own")], LONG_S) == [DONE]
     with caplog.at_level(logging.WARNING):
         until(lambda: "another pool lies there" in caplog.text)
     assert "start the engine again" in caplog.text
@@ -243,10 +291,40 @@ def test_another_pool_in_its_place_is_left_alone(
     assert sum(1 for found in (path / "chunks").rglob("*") if found.is_file()) == 1
 
 
+@pytest.mark.parametrize("text", ['{"format": 2, "pool": "ab"}', "nothing sensible", ""])
+def test_a_marker_that_says_something_else_ends_the_writing(
+    tmp_path: Path, close: Close, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    """A pool of a later version was written to for as long as the last grant was good."""
+    medium = close(medium_at(tmp_path / "pool"))
+    assert medium.write([record_of(1)], LONG_S) == [DONE]
+    (tmp_path / "pool/stepwell-pool.json").write_text(text)
+    until(lambda: "the pool fails" in caplog.text)
+    for _ in range(5):
+        with pytest.raises(TierError, match="the pool fails"):
+            medium.write([record_of(2)], 0.1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root may write anywhere, and is asked to")
+def test_another_users_pool_is_not_joined(tmp_path: Path) -> None:
+    """One visit left folders that nobody but the visitor could remove, and no more was granted."""
+    medium_at(tmp_path / "pool").close()
+    marker = tmp_path / "pool/stepwell-pool.json"
+    os.chown(marker, 65534, -1)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match="belongs to another user; .* owner=65534 ours=0"):
+        medium_at(tmp_path / "pool")
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "pool/temp").rmdir()
+    with pytest.raises(ConfigError, match="another user"):
+        medium_at(tmp_path / "pool")
+    assert not (tmp_path / "pool/temp").exists()
+
+
 def test_folders_that_somebody_removed_are_made_again(tmp_path: Path, close: Close) -> None:
     path = tmp_path / "pool"
     medium = close(medium_at(path))
-    assert medium.write([record_of(1)], 10.0) == [DONE]
+    assert medium.write([record_of(1)], LONG_S) == [DONE]
     for name in ("pool", "temp", "chunks"):
         os.rename(path / name, tmp_path / f"old-{name}")
     until(lambda: _writes(medium))
@@ -381,7 +459,7 @@ def test_a_pool_at_the_top_of_a_file_system(drive: Path, close: Close) -> None:
     """What a file system puts there by itself is nobody's."""
     (drive / "lost+found").mkdir()
     medium = close(medium_at(drive, "4MiB"))
-    assert medium.write([record_of(1)], 10.0) == [DONE]
+    assert medium.write([record_of(1)], LONG_S) == [DONE]
     close(medium_at(drive, "4MiB"))
 
 
@@ -399,7 +477,7 @@ def test_a_damaged_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text:
     """It is said how to go on with what was stored, and that does it."""
     monkeypatch.setattr(marker, "_WAIT_FOR_TEXT_S", 0.1)
     medium = medium_at(tmp_path / "pool")
-    assert medium.write([record_of(1)], 10.0) == [DONE]
+    assert medium.write([record_of(1)], LONG_S) == [DONE]
     medium.close()
     path = tmp_path / "pool/stepwell-pool.json"
     path.write_text(text)
@@ -411,7 +489,7 @@ def test_a_damaged_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text:
     assert found is not None
     path.write_text(found[0].replace("<any 32 hexadecimal digits>", "0a" * 16))
     medium = medium_at(tmp_path / "pool")
-    assert medium.exist([key_of(1)], 10.0) == [True]
+    assert medium.exist([key_of(1)], LONG_S) == [True]
     medium.close()
 
 
@@ -439,18 +517,32 @@ def test_what_is_not_known_is_not_taken_for_missing(
     assert os.listdir(tmp_path / "mnt") == []
 
 
+def test_chunks_that_are_a_link(tmp_path: Path, close: Close) -> None:
+    """Below it lay what somebody else has, and a record of that name went with a removal."""
+    medium = close(medium_at(tmp_path / "pool"))
+    assert medium.write([record_of(1)], LONG_S) == [DONE]
+    outside = tmp_path / "outside"
+    (tmp_path / "pool/chunks").rename(outside)
+    (tmp_path / "pool/chunks").symlink_to(outside)
+    for number in range(2, 5):
+        with contextlib.suppress(TierError):
+            assert medium.write([record_of(number)], 0.5)[0].outcome is not Outcome.DONE
+    medium.remove([key_of(1)], 10.0)
+    assert sum(path.is_file() for path in outside.rglob("*")) == 1
+
+
 def test_a_record_below_a_link_is_neither_written_nor_removed(tmp_path: Path, close: Close) -> None:
     medium = close(medium_at(tmp_path / "pool"))
-    assert medium.write([record_of(1)], 10.0) == [DONE]
+    assert medium.write([record_of(1)], LONG_S) == [DONE]
     (found,) = (path for path in (tmp_path / "pool/chunks").rglob("*") if path.is_file())
     outside = tmp_path / "outside"
     found.parent.rename(outside)
     found.parent.symlink_to(outside)
     before = {path.name for path in outside.iterdir()}
-    medium.remove([key_of(1)], 10.0)
+    medium.remove([key_of(1)], LONG_S)
     assert medium.erase(root_of(key_of(1))) == 0
     (outside / found.name).rename(outside / "other")
-    assert medium.write([record_of(1)], 10.0)[0].outcome is Outcome.FAILED
+    assert medium.write([record_of(1)], LONG_S)[0].outcome is Outcome.FAILED
     assert {path.name for path in outside.iterdir()} == {"other"}
     assert len(before) == 1
 
@@ -470,14 +562,14 @@ def site(tmp_path: Path) -> Iterator[FsSite]:
 
 def test_opening_on_a_file_system_that_hangs(site: FsSite, close: Close) -> None:
     """It is given up in time, and done once the file system is back."""
-    close(open_medium(MediumUrl.parse(site.url), 10.0)).check()
+    close(open_medium(MediumUrl.parse(site.url), LONG_S)).check()
     site.pause()
     medium = open_medium(MediumUrl.parse(site.url), 0.5)
     began_s = time.monotonic()
     for _ in range(3):
         with pytest.raises(TierError, match="does not answer"):
             medium.check()
-    assert time.monotonic() - began_s < 10.0
+    assert time.monotonic() - began_s < LONG_S
     names = [thread.name for thread in threading.enumerate()]
     assert names.count("stepwell-pool-open") == 1, "one waits for all"
     site.resume()
@@ -489,9 +581,9 @@ def test_one_that_was_away_at_the_start_is_never_made_later(
     site: FsSite, tmp_path: Path, close: Close
 ) -> None:
     """What is below the mount is no place for it; and the pool is used once it is there."""
-    close(open_medium(MediumUrl.parse(site.url), 10.0)).check()
+    close(open_medium(MediumUrl.parse(site.url), LONG_S)).check()
     site.kill()
-    medium = close(open_medium(MediumUrl.parse(site.url), 10.0))
+    medium = close(open_medium(MediumUrl.parse(site.url), LONG_S))
     with pytest.raises(TierError, match="the directory fails"):
         medium.check()
     unmount(tmp_path / "mounted")
@@ -509,15 +601,15 @@ def test_a_pool_that_is_a_mount_point_whose_file_system_is_away(
     """The engine starts without it, makes nothing in its place, and uses it once it is back."""
     url = MediumUrl.parse(f"fs://{tmp_path}/mounted?capacity=64MiB&min_free=1MiB")
     before = sorted(os.listdir(tmp_path))
-    close(open_medium(url, 10.0)).check()
+    close(open_medium(url, LONG_S)).check()
     site.kill()
-    medium = close(open_medium(url, 10.0))
+    medium = close(open_medium(url, LONG_S))
     with pytest.raises(TierError, match="the directory fails"):
         medium.check()
     assert sorted(os.listdir(tmp_path)) == before
     unmount(tmp_path / "mounted")
     with pytest.raises(TierError, match="no pool lies there"):
-        medium.write([record_of(1)], 1.0)
+        medium.write([record_of(1)], LONG_S)
     assert list((tmp_path / "mounted").iterdir()) == []
     site.start()
     until(lambda: _writes(medium))
@@ -525,13 +617,20 @@ def test_a_pool_that_is_a_mount_point_whose_file_system_is_away(
 
 def test_closing_on_a_file_system_that_hangs(site: FsSite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_CLOSE_WAIT_S", 0.5)
-    medium = open_medium(MediumUrl.parse(site.url), 10.0)
+    medium = open_medium(MediumUrl.parse(site.url), LONG_S)
+    real, paused = Sweeper.step, threading.Event()
+
+    def step(self: Sweeper, *args: Any, **kwargs: Any) -> bool:
+        site.pause()
+        paused.set()
+        return real(self, *args, **kwargs)
+
     medium.check()
-    site.pause()
-    time.sleep(1.5)  # it is in the middle of something
+    monkeypatch.setattr(Sweeper, "step", step)
+    assert paused.wait(LONG_S)  # it is in the middle of something
     began_s = time.monotonic()
     medium.close()
-    assert time.monotonic() - began_s < 10.0
+    assert time.monotonic() - began_s < LONG_S
     site.resume()
     until(lambda: "stepwell-pool" not in [thread.name for thread in threading.enumerate()])
 
@@ -641,7 +740,7 @@ def test_who_has_not_heard_for_long_writes_nothing(
 ) -> None:
     """It may have been taken for gone, and what it was granted is another's."""
     medium = close(medium_at(tmp_path / "pool"))
-    assert medium.write([record_of(1)], 10.0) == [DONE]
+    assert medium.write([record_of(1)], LONG_S) == [DONE]
     real = time.clock_gettime
 
     def later(clock: int) -> float:
@@ -651,7 +750,7 @@ def test_who_has_not_heard_for_long_writes_nothing(
         patch.setattr(PoolFiles, "read_books", lambda *_: None)
         patch.setattr(time, "clock_gettime", later)
         assert medium.write([record_of(2)], 0.3) == [NO_ROOM]
-    assert _writes(medium)
+    until(lambda: _writes(medium))
 
 
 def test_a_member_that_sleeps_until_it_is_taken_for_gone(tmp_path: Path) -> None:
@@ -661,9 +760,13 @@ def test_a_member_that_sleeps_until_it_is_taken_for_gone(tmp_path: Path) -> None
         members.start("write")
         until(lambda: PoolFiles(members.path).highest_epoch() == 1)
         sleeper = members.start("write")
-        sleeper_id = str(sleeper.pid)
-        until(lambda: any(sleeper_id in name for name in PoolFiles(members.path).read_members()))
-        time.sleep(1.0)
+        sleeper_id = f"-{sleeper.pid}-"
+
+        def has_written() -> bool:
+            found = PoolFiles(members.path).read_members().items()
+            return any(sleeper_id in name and says.written_bytes for name, (says, _) in found)
+
+        until(has_written)
         sleeper.send_signal(signal.SIGSTOP)
         folder = Path(PoolFiles(members.path).members)
         until(lambda: not [name for name in os.listdir(folder) if sleeper_id in name])
@@ -689,19 +792,19 @@ def test_what_others_take_for_the_capacity_is_said(
 
 
 def test_a_host_whose_clock_is_set_while_it_sweeps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close: Close
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close: Close, steps: list[int]
 ) -> None:
     """Nobody is taken for gone, and nothing is taken for old."""
     medium = close(medium_at(tmp_path / "pool", ttl="1h"))
     other = close(medium_at(tmp_path / "pool", ttl="1h"))
-    assert medium.write([record_of(1)], 10.0) == [DONE]
+    assert medium.write([record_of(1)], LONG_S) == [DONE]
     real = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: real() + 10 * 3600 * 10**9)
     monkeypatch.setattr(sweep, "_COUNT_EVERY_S", 0.0)
-    time.sleep(3.0)
-    assert other.exist([key_of(1)], 10.0) == [True]
+    until_stepped(steps, 15)
+    assert other.exist([key_of(1)], LONG_S) == [True]
     assert len(PoolFiles(tmp_path / "pool").read_members()) == 2
-    medium.touch([key_of(1)], 10.0)
+    medium.touch([key_of(1)], LONG_S)
     (found,) = (path for path in (tmp_path / "pool/chunks").rglob("*") if path.is_file())
     assert abs(found.stat().st_atime_ns - real()) < 60e9
 
@@ -721,8 +824,8 @@ def test_a_link_that_was_made_before_it_was_asked_for_again(
         real(*args)
 
     monkeypatch.setattr(os, "link", twice)
-    assert medium.write([record_of(1)], 10.0) == [DONE]
-    assert medium.write([record_of(1)], 10.0) == [ALREADY_THERE]
+    assert medium.write([record_of(1)], LONG_S) == [DONE]
+    assert medium.write([record_of(1)], LONG_S) == [ALREADY_THERE]
 
 
 def test_a_record_that_may_have_been_published_is_charged(
@@ -730,6 +833,7 @@ def test_a_record_that_may_have_been_published_is_charged(
 ) -> None:
     """A soft mount of NFS: the server did it, and its answer came too late."""
     medium = medium_at(tmp_path / "pool", "1MiB", min_free="4KiB")
+    assert medium.write([record_of("first")], LONG_S) == [DONE]
     real = os.link
 
     def late(*args: Any) -> None:
@@ -773,7 +877,7 @@ def test_what_is_charged(
 ) -> None:
     """What may be there; not what is refused, or was there before."""
     medium = close(medium_at(tmp_path / "pool"))
-    assert medium.write([record_of(1)], 10.0) == [DONE]
+    assert medium.write([record_of(1)], LONG_S) == [DONE]
     settled: list[bool] = []
     real_settle, real_link, real_rename = pool.Pool.settle, os.link, os.rename
 
@@ -801,7 +905,7 @@ def test_what_is_charged(
     monkeypatch.setattr(os, "link", link)
     monkeypatch.setattr(os, "rename", rename)
     record = record_of(1 if number == errno.EEXIST else 2)
-    assert medium.write([record], 10.0) == [result]
+    assert medium.write([record], LONG_S) == [result]
     assert settled == [charged]
 
 
@@ -810,7 +914,7 @@ def test_what_cannot_be_published_is_not_charged(
 ) -> None:
     """Somebody's file in the place of a folder: to charge it would evict records for nothing."""
     medium = close(medium_at(tmp_path / "pool"))
-    assert medium.write([record_of(1)], 10.0) == [DONE]
+    assert medium.write([record_of(1)], LONG_S) == [DONE]
     (found,) = (path for path in (tmp_path / "pool/chunks").rglob("*") if path.is_file())
     root = found.parent.parent.parent
     root.rename(tmp_path / "away")
@@ -819,7 +923,7 @@ def test_what_cannot_be_published_is_not_charged(
     monkeypatch.setattr(
         pool.Pool, "settle", lambda self, num_bytes, *, written, refused: settled.append(written)
     )
-    assert medium.write([record_of(2)], 10.0) == [FAILED]
+    assert medium.write([record_of(2)], LONG_S) == [FAILED]
     assert settled == [False]
 
 
@@ -835,13 +939,13 @@ def test_what_a_mover_leaves_that_raises_anything(
 
     monkeypatch.setattr(movers, "write_run", fail)
     with pytest.raises(MemoryError):
-        medium.write([record_of(1), record_of(2)], 10.0)
+        medium.write([record_of(1), record_of(2)], LONG_S)
     assert os.listdir(tmp_path / "pool/temp") == []
 
 
 def test_a_call_that_is_slow_is_said_with_the_path(tmp_path: Path, close: Close) -> None:
     medium = close(medium_at(tmp_path / "pool"))
-    assert medium.write([record_of(1)], 10.0) == [DONE]
+    assert medium.write([record_of(1)], LONG_S) == [DONE]
     wanted = [Wanted(key_of(1), buffer_of(60 * KIB))]
     for call in (lambda: medium.exist([key_of(1)], -1.0), lambda: medium.read(wanted, -1.0)):
         with pytest.raises(TierError, match=f"is slow: path={tmp_path}/pool"):
@@ -853,14 +957,14 @@ def test_a_record_of_another_user_is_not_touched(
 ) -> None:
     """Only its owner may set a file's times; that is no fault of the storage."""
     medium = close(medium_at(tmp_path / "pool"))
-    assert medium.write([record_of(1)], 10.0) == [DONE]
+    assert medium.write([record_of(1)], LONG_S) == [DONE]
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "utime", refuse)
-        medium.touch([key_of(1)], 10.0)
+        medium.touch([key_of(1)], LONG_S)
 
 
 NO_FILES: dict[str, Callable[[Path], object]] = {
@@ -882,7 +986,7 @@ def test_what_is_no_file_in_the_place_of_a_record(tmp_path: Path, close: Close, 
     result, _ = driver.read([key])
     assert result.results == (ChunkResult(Outcome.MISS, Reason.NOT_A_FILE),)
     assert driver.tier.drain(10.0)  # type: ignore[attr-defined]
-    assert medium.exist([key], 10.0) == [False]
+    assert medium.exist([key], LONG_S) == [False]
     assert os.path.lexists(found) == (kind == "a folder")
     if kind != "a folder":
         driver.write([key])
@@ -900,7 +1004,7 @@ def test_erasing_while_others_write(tmp_path: Path, close: Close) -> None:
     def write() -> None:
         number = 0
         while not stop.is_set():
-            results.extend(other.write([record_of(number, 4096)], 10.0))
+            results.extend(other.write([record_of(number, 4096)], LONG_S))
             number += 1
 
     thread = threading.Thread(target=write)
@@ -918,7 +1022,7 @@ def test_erasing_while_others_write(tmp_path: Path, close: Close) -> None:
 
 def test_erasing_what_cannot_be_removed_is_said(tmp_path: Path, close: Close) -> None:
     medium = close(medium_at(tmp_path / "pool"))
-    assert medium.write([record_of(1)], 10.0) == [DONE]
+    assert medium.write([record_of(1)], LONG_S) == [DONE]
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -933,9 +1037,9 @@ def test_what_was_erased_is_not_charged_any_more(tmp_path: Path, close: Close) -
     """It was until the next count, ten minutes later; in a full pool others' records made way."""
     medium = close(medium_at(tmp_path / "pool", "64MiB"))
     records = [record_of(idx) for idx in range(40)]
-    assert medium.write(records, 10.0) == [DONE] * 40
+    assert medium.write(records, LONG_S) == [DONE] * 40
     until(lambda: (medium.stats(1.0).used_bytes or 0) > 2 * MIB)
-    eraser = close(open_medium(MediumUrl.parse(f"fs://{tmp_path}/pool?capacity=64MiB"), 10.0))
+    eraser = close(open_medium(MediumUrl.parse(f"fs://{tmp_path}/pool?capacity=64MiB"), LONG_S))
     assert eraser.erase(root_of(records[0].key)) == 40
     # What this member was granted and has not written stays charged.
     until(lambda: (medium.stats(1.0).used_bytes or 0) < 2 * MIB)
@@ -955,12 +1059,12 @@ def test_without_threads_it_fails_as_a_tier(
         real(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    medium = close(open_medium(MediumUrl.parse(f"fs://{tmp_path}/pool?capacity=8MiB"), 10.0))
+    medium = close(open_medium(MediumUrl.parse(f"fs://{tmp_path}/pool?capacity=8MiB"), LONG_S))
     for _ in range(2):
         with pytest.raises(TierError, match="thread"):
             medium.check()
     medium.check()
-    assert medium.write([record_of(1)], 10.0) == [DONE]
+    assert medium.write([record_of(1)], LONG_S) == [DONE]
 
 
 def test_who_leaves_takes_nothing_along(tmp_path: Path, close: Close) -> None:
@@ -977,7 +1081,7 @@ def test_who_leaves_takes_nothing_along(tmp_path: Path, close: Close) -> None:
         return books is not None and list(books.granted) == [second._ready(0.0).member_id]
 
     until(is_counted)
-    assert second.exist([record.key for record in records], 10.0) == [True] * 160
+    assert second.exist([record.key for record in records], LONG_S) == [True] * 160
     assert second.stats(10.0).used_bytes == 160 * 64 * KIB
 
 

@@ -1,8 +1,11 @@
 """Several stores on one place of every kind: what one wrote the others read, and nothing else."""
 
+import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +21,7 @@ from stepwell.tiers.media.urls import MediumUrl
 from .sites import SITES, Site
 
 SIZE = 64 << 10
-WITHIN_S = 30.0
+WITHIN_S = 60.0
 MODEL = Identity({"model": "some", "dtype": "float32"}, {"model": "some"})
 OTHER_DTYPE = Identity({"model": "some", "dtype": "bfloat16"}, {"model": "some"})
 
@@ -27,7 +30,7 @@ class Engine:
     """An engine's use of a store of its own."""
 
     def __init__(self, site: Site, identity: Identity = MODEL, **settings: str) -> None:
-        patient = {"slow_after": "20s", "read_deadline": "20s", "read_when": "always"}
+        patient = {"slow_after": "60s", "read_deadline": "60s", "read_when": "always"}
         self.store = Store.open(Settings.parse({"url": site.url, **patient, **settings}))
         self.root = self.store.use_root(identity)
 
@@ -64,6 +67,24 @@ class Engine:
 
     def count(self, counter: str, tier: str) -> int:
         return self.store.context.metrics.value(counter, tier=tier)
+
+    @contextlib.contextmanager
+    def reads_held(self) -> Iterator[None]:
+        """Within it no read of the shared tier comes to its medium."""
+        tier: Any = self.store.tiers[-1]
+        medium, held = tier.tier.medium, threading.Event()
+        real = medium.read
+
+        def wait(*args: Any) -> Any:
+            assert held.wait(WITHIN_S)
+            return real(*args)
+
+        medium.read = wait
+        try:
+            yield
+        finally:
+            held.set()
+            medium.read = real
 
     def __enter__(self) -> "Engine":
         return self
@@ -124,7 +145,8 @@ def test_a_hot_chunk_is_fetched_once_for_all(kind: str, site: Site) -> None:
     with Engine(site, host_capacity="64MiB") as two:
         assert two.lookup(keys) == [Lookup.HIT] * 4
         requests = [[Chunk(key, buffer_of(SIZE)) for key in keys] for _ in range(8)]
-        job_ids = [two.store.read(chunks, WITHIN_S) for chunks in requests]
+        with two.reads_held():  # one that ended before all had asked would be read again
+            job_ids = [two.store.read(chunks, WITHIN_S) for chunks in requests]
         assert all(result.done for result in two.wait(*job_ids))
         for chunks in requests:
             assert [bytes(each.buffer) for each in chunks] == [payload_of(k, SIZE) for k in keys]

@@ -14,6 +14,7 @@ from stepwell.cli import main
 from stepwell.core.identity import Identity
 from stepwell.core.keys import Root, make_key, root_of
 from stepwell.errors import ConfigError
+from stepwell.ops import words
 from stepwell.ops.shared import (
     MediumReport,
     PoolReport,
@@ -22,6 +23,7 @@ from stepwell.ops.shared import (
 )
 from stepwell.ops.shared_report import shared_json, shared_text
 from stepwell.testing import buffer_of, key_of
+from stepwell.tiers.media import pool
 from stepwell.tiers.media.base import Record, Stats
 from stepwell.tiers.media.fs import FsMedium, open_medium
 from stepwell.tiers.media.kinds import KINDS
@@ -29,27 +31,30 @@ from stepwell.tiers.media.roots import DESCRIPTION_BYTES, describe, description_
 from stepwell.tiers.media.urls import MediumUrl
 from stepwell.tiers.outcomes import DONE
 
+LONG_S = 60.0  # of a busy machine
 WRITTEN_BYTES = 5 * 12288 + DESCRIPTION_BYTES
 IDENTITY = Identity({"dtype": "float32"}, {"model": "some-model"})
 
 
 @pytest.fixture
-def medium(tmp_path: Path) -> Iterator[FsMedium]:
-    medium = open_medium(MediumUrl.parse(f"fs://{tmp_path}/pool?capacity=8MiB&min_free=1MiB"), 10.0)
+def medium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FsMedium]:
+    monkeypatch.setattr(pool, "_WAIT_FOR_GRANT_S", LONG_S)
+    url = MediumUrl.parse(f"fs://{tmp_path}/pool?capacity=8MiB&min_free=1MiB")
+    medium = open_medium(url, LONG_S)
     medium.check()
-    describe(medium, IDENTITY, time.time(), 10.0)
+    assert describe(medium, IDENTITY, time.time(), LONG_S)
     for root, count in (("one", 3), ("two", 2)):
         records = [
             Record(key_of(idx, root), bytes(4096), buffer_of(8192), 0.0) for idx in range(count)
         ]
-        assert medium.write(records, 10.0) == [DONE] * count
+        assert medium.write(records, LONG_S) == [DONE] * count
     yield medium
     medium.close()
 
 
 def until_told(path: Path) -> PoolReport:
     """The books say what was granted a moment after it was."""
-    ends_s = time.monotonic() + 30.0
+    ends_s = time.monotonic() + LONG_S
     while True:
         report = inspect_pool(path)
         if report.books is not None and report.members:
@@ -90,11 +95,12 @@ def test_looking_changes_nothing_and_joins_nobody(tmp_path: Path, medium: FsMedi
     before = snapshot(tmp_path)
     report = inspect_pool(tmp_path / "pool")
     assert snapshot(tmp_path) == before
-    assert report.members == {}
+    assert [member.has_left for member, _ in report.members.values()] == [True]
     assert (report.num_temp, report.temp_bytes) == (1, 100)
     text = shared_text(report)
     assert "0 members" in text
     assert "which has left" in text
+    assert "has left, and what it wrote is charged until it is counted" in text
     assert "unfinished: 1 file, 100 B" in text
     says = shared_json(report)
     assert says["sweeper_age_s"] is None
@@ -104,7 +110,7 @@ def test_looking_changes_nothing_and_joins_nobody(tmp_path: Path, medium: FsMedi
 def test_a_root_in_words(tmp_path: Path, medium: FsMedium) -> None:
     """By its description, which is a record among the others; a damaged one is no error."""
     record = Record(make_key(IDENTITY.root, b"k"), bytes(4096), buffer_of(8192), 0.0)
-    assert medium.write([record], 10.0) == [DONE]
+    assert medium.write([record], LONG_S) == [DONE]
     report = inspect_pool(tmp_path / "pool")
     named = {root.root: root.identity for root in report.roots}
     assert named[IDENTITY.root.hex()] == IDENTITY
@@ -117,7 +123,7 @@ def test_a_root_in_words(tmp_path: Path, medium: FsMedium) -> None:
         report = inspect_pool(tmp_path / "pool")
         assert {root.identity for root in report.roots} == {None}
         assert "whose      unknown" in shared_text(report)
-    assert medium.exist([description_key(IDENTITY.root)], 10.0) == [True]
+    assert medium.exist([description_key(IDENTITY.root)], LONG_S) == [True]
 
 
 def test_on_the_command_line(
@@ -200,3 +206,10 @@ def test_every_kind_that_is_a_directory_is_looked_through_and_named(
         assert main(["inspect", f"{scheme}://{tmp_path}/pool", "--json"]) == 0
         says = json.loads(capsys.readouterr().out)
         assert (says["kind"], says["chunks"]) == (name, 5)
+
+
+def test_words_of_others_do_nothing_to_the_terminal() -> None:
+    """Whoever can write to the storage chose them."""
+    label = "a\x1b[2Jmodel\x07\nroot ff"
+    text = words.root_text("ab", Identity({"model": "m"}, {"model": label}))
+    assert "model      a\\x1b[2Jmodel\\x07\\nroot ff" in text
