@@ -109,10 +109,12 @@ def bytes_in(path: Path) -> int:
     """What lies in the pool, what is being written or evicted included."""
     total = 0
     for folder in ("chunks", "temp", "pool/sweeps"):
-        for found in (path / folder).rglob("*"):
-            with contextlib.suppress(FileNotFoundError):
-                status = found.lstat()
-                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+        # Folders vanish as well, which rglob does not take.
+        for within, _, names in os.walk(path / folder):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.lstat(f"{within}/{name}")
+                    total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return total
 
 
