@@ -109,7 +109,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if "://" in arguments.path and not arguments.path.startswith("file:"):
         return _inspect_shared(arguments)
     rated_dwpd = 1.0 if arguments.rated_dwpd is None else arguments.rated_dwpd
-    report = inspect_store(_directory(arguments.path), rated_dwpd=rated_dwpd)
+    report = inspect_store(_store_directory(arguments.path), rated_dwpd=rated_dwpd)
     _print(inspect_json(report) if arguments.json else inspect_text(report))
     return EXIT_OK
 
@@ -124,6 +124,17 @@ def _inspect_shared(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--rated-dwpd is of a drive, and of no other kind: url={url.shown}")
     report = inspect_url(url)
     _print(shared_json(report) if arguments.json else shared_text(report))
+    return EXIT_OK
+
+
+def _erase(arguments: argparse.Namespace) -> int:
+    from stepwell.ops.shared import erase_url
+    from stepwell.tiers.media.urls import MediumUrl
+
+    url = MediumUrl.parse(arguments.url)
+    for text in arguments.root:
+        count = erase_url(url, text)
+        _print(f"root {text}: erased {count} chunk{'s' * (count != 1)}")
     return EXIT_OK
 
 
@@ -144,7 +155,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
     with bar:
         report = check_store(
-            _directory(arguments.path),
+            _store_directory(arguments.path),
             now_s=time.time(),
             fix=arguments.fix,
             on_start=start,
@@ -266,6 +277,25 @@ def _directory(text: str) -> Path:
     return parse_path(text if as_it_is else os.path.abspath(text))
 
 
+def _store_directory(text: str) -> Path:
+    """The same, of a store on a drive.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    from stepwell.settings import without_password
+
+    if "://" in text and not text.startswith("file:"):
+        raise ConfigError(
+            "this is for stores on drives; records of shared storage are verified whenever they "
+            f"are read: path={without_password(text)!r}"
+        )
+    path = _directory(text)
+    if (path / "stepwell-pool.json").is_file():
+        raise ConfigError(f"a directory that engines share is named by a url: fs://{path}")
+    return path
+
+
 def _assignments(texts: Sequence[str]) -> dict[str, object]:
     """Settings from ``name=value`` texts; what they mean is checked where they are used."""
     from stepwell.settings import NUMBERS
@@ -337,7 +367,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"stepwell {stepwell.__version__}")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for add in (_add_demo, _add_vllm_args, _add_tiers, _add_inspect, _add_check, _add_bench):
+    for add in (
+        _add_demo,
+        _add_vllm_args,
+        _add_tiers,
+        _add_inspect,
+        _add_check,
+        _add_erase,
+        _add_bench,
+    ):
         add(commands)
     return parser
 
@@ -528,6 +566,26 @@ examples:
         help="drive writes per day, over five years, that the drive is rated for; on its data "
         "sheet (default 1). The file system's size is taken for the drive's",
     )  # fmt: skip
+
+
+def _add_erase(commands: "Commands[_Parser]") -> None:
+    parser = _add(
+        commands, "erase", _erase,
+        "remove what lies in shared storage of a root",
+        """\
+Remove all chunks of a root from storage that engines share, and its description: of a model that
+is not served any more, or of weights that were replaced. Such chunks harm nothing, and leave by
+eviction where there is any; in a bucket without a lifecycle rule they stay. Engines that use the
+root meanwhile miss, and may write anew.""",
+        """\
+example:
+  stepwell inspect s3://bucket/prefix           lists the roots, and whose they are
+  stepwell erase s3://bucket/prefix 3f8e...     with all 64 digits of one""",
+    )  # fmt: skip
+    parser.add_argument(
+        "url", metavar="URL", help="of the storage; `stepwell tiers` lists the kinds"
+    )
+    parser.add_argument("root", metavar="ROOT", nargs="+", help="64 hexadecimal digits")
 
 
 def _add_check(commands: "Commands[_Parser]") -> None:

@@ -445,7 +445,7 @@ BAD_INPUT = {
     "damaged marker": (["inspect", "{tmp}/odd"], "stepwell.json is damaged"),
     "empty path": (["inspect", ""], "absolute directory"),
     "two slashes": (["inspect", "file://mnt/kv"], "file:///mnt/kv"),
-    "another scheme": (["check", "s3://bucket/kv"], "a local directory"),
+    "another scheme": (["check", "s3://bucket/kv"], "stores on drives"),
     "no kind of storage": (["inspect", "nfs://host/kv"], 'no kind of storage "nfs"'),
     "NUL in a path": (["inspect", "a\0b"], "no NUL byte"),
     "no capacity": (["vllm-args", "--path", "/kv"], 'the setting "capacity" is missing'),

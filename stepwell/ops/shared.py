@@ -6,6 +6,7 @@ members do not notice. Any other kind is asked what it says of itself.
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from stepwell.tiers.media.roots import (
     DESCRIPTION_BYTES,
     DESCRIPTIONS,
     described_roots,
+    erase_root,
     identity_in,
 )
 from stepwell.tiers.media.urls import MediumUrl
@@ -38,6 +40,7 @@ __all__ = [
     "MediumReport",
     "PoolReport",
     "PoolRoot",
+    "erase_url",
     "inspect_pool",
     "inspect_url",
 ]
@@ -140,6 +143,26 @@ def inspect_url(url: MediumUrl) -> PoolReport | MediumReport:
     medium = open_medium(url, _WITHIN_S)
     try:
         return MediumReport(url.shown, kind.name, medium.stats(_WITHIN_S), described_roots(medium))
+    finally:
+        medium.close()
+
+
+def erase_url(url: MediumUrl, root: str) -> int:
+    """Remove all that a root has in shared storage; returns how many chunks. Blocks.
+
+    Args:
+        url: of the storage.
+        root: 64 hexadecimal digits.
+
+    Raises:
+        ConfigError: it is no such storage, or no root. TierError: it fails; some may be left.
+    """
+    if re.fullmatch(r"[0-9a-f]{64}", root) is None:
+        raise ConfigError(f"a root is 64 hexadecimal digits, lower case: root={root!r:.80}")
+    medium = open_medium(url, _WITHIN_S)
+    try:
+        medium.check()
+        return erase_root(medium, Root(bytes.fromhex(root)))
     finally:
         medium.close()
 

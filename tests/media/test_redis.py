@@ -144,7 +144,7 @@ def test_a_time_to_live_is_the_servers(port: int) -> None:
 @pytest.mark.parametrize(
     ("user", "password", "words"),
     [
-        ("", "", "authenticate"),
+        ("", "", "Authentication required"),
         ("", "wr0ng-one", "invalid username-password pair"),
         ("nobody", "secret", "invalid username-password pair"),
         ("reader", "p4ssword", "no permissions"),

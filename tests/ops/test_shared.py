@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ops.stores import snapshot
+from stepwell import cli
 from stepwell.cli import main
 from stepwell.core.identity import Identity
 from stepwell.core.keys import Root, make_key, root_of
@@ -213,3 +214,28 @@ def test_words_of_others_do_nothing_to_the_terminal() -> None:
     label = "a\x1b[2Jmodel\x07\nroot ff"
     text = words.root_text("ab", Identity({"model": "m"}, {"model": label}))
     assert "model      a\\x1b[2Jmodel\\x07\\nroot ff" in text
+
+
+def test_erasing_a_root(
+    tmp_path: Path, medium: FsMedium, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"fs://{tmp_path}/pool?capacity=8MiB"
+    one, two = (root_of(key_of(0, name)).hex() for name in ("one", "two"))
+    assert cli.main(["erase", url, one, "cd" * 32]) == 0
+    assert capsys.readouterr().out == (
+        f"root {one}: erased 3 chunks\nroot {'cd' * 32}: erased 0 chunks\n"
+    )
+    assert [root.root for root in inspect_pool(tmp_path / "pool").roots] == [two]
+    for wrong in ("ab", one.upper(), "../" + one[3:]):
+        assert cli.main(["erase", url, wrong]) == 2
+        assert "64 hexadecimal digits" in capsys.readouterr().err
+    assert cli.main(["erase", f"file://{tmp_path}/kv", two]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "check"])
+def test_a_pool_that_is_named_by_its_directory(
+    tmp_path: Path, medium: FsMedium, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert cli.main([command, f"{tmp_path}/pool"]) == 2
+    assert f"named by a url: fs://{tmp_path}/pool" in capsys.readouterr().err

@@ -72,7 +72,9 @@ def open_medium(url: MediumUrl, timeout_s: float) -> "ObjectMedium":
     Raises:
         ConfigError: the URL is wrong, or credentials are half given.
     """
-    return ObjectMedium(open_store(url, timeout_s), url.shown, url.scheme)
+    endpoint = url.parameters.get("endpoint")
+    shown = f"{url.shown} endpoint={endpoint}" if endpoint else url.shown
+    return ObjectMedium(open_store(url, timeout_s), shown, url.scheme)
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,7 +380,9 @@ class ObjectMedium:
             for entries in lists:
                 yield [entry["path"] for entry in entries]
         except ERRORS as error:
-            raise self._failure("list", error) from error
+            # Often the first that is asked of it, by a tool.
+            why = refusal(error, self._shown, self._scheme)
+            raise TierError(f"list failed: {why}") from error
 
     def stats(self, within_s: float) -> Stats:
         """See `stepwell.tiers.media.base.Medium.stats`: it would take a list of everything."""
