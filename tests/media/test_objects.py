@@ -759,10 +759,10 @@ def test_what_was_given_up_is_erased_as_well(between: Between, prefix: str) -> N
     medium = medium_at(between.port, prefix)
     medium.check()
     keys = [key_of(idx) for idx in range(8)]
-    between.gate.clear()
+    between.listens.clear()
     with pytest.raises(TierError):
         medium.write([record_of(key) for key in keys], 0.5)
-    opener = threading.Timer(1.0, between.gate.set)
+    opener = threading.Timer(1.0, between.listens.set)
     opener.start()
     medium.erase(root_of(keys[0]))
     opener.join()

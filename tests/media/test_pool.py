@@ -1111,13 +1111,15 @@ def test_members_that_are_killed_one_after_the_other_cost_few_records(
     sweeper = sweeper_at(tmp_path / "pool", PoolLimits(64 * MIB, MIB, 0.0))
     begun_s = time.monotonic()
     number = itertools.count()
-    passed_s = 0.0
+    passed_s = 0
     monkeypatch.setattr(time, "monotonic", lambda: begun_s + passed_s)
     for passed_s in range(0, 300, 3):
         killed = f"killed-{next(number)}-ab"
         files.write_member(killed, Member(0, 2 * MIB, 0, 64 * MIB))
+        now_ns = time.time_ns() + passed_s * 10**9
+        os.utime(f"{files.members}/{killed}.json", ns=(now_ns, now_ns))
         for _ in range(3):
-            assert sweeper.step(time.time_ns() + int(passed_s * 1e9))
+            assert sweeper.step(now_ns + 1)
         assert sweeper.quota.used_bytes <= 64 * MIB
     left = [path for path in (tmp_path / "pool/chunks").rglob("*") if path.is_file()]
     assert len(left) >= 28

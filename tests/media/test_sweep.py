@@ -450,6 +450,24 @@ def test_what_a_member_that_is_gone_did_not_use_is_room_again(
     assert sweeper.quota.used_bytes == 2 * RECORD
 
 
+def test_who_left_is_charged_until_it_is_counted_and_then_forgotten(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "pool", num_records=2)
+    sweeper = scene.begin("new-1-aa")
+    serve(sweeper)
+    assert sweeper.quota.granted["writer-1-aa"] == 300 * KIB
+    departed_bytes = sweeper.quota.departed_bytes
+    left = Member(200 * KIB, 300 * KIB, 0, LIMITS.capacity_bytes, has_left=True)
+    scene.files.write_member("writer-1-aa", left)
+    serve(sweeper)
+    assert sweeper.quota.granted["writer-1-aa"] == 200 * KIB, "the rest is anybody's"
+    assert sweeper.quota.departed_bytes == departed_bytes, "it is known what it wrote"
+    scene.files.ask_for_count()
+    serve(sweeper)
+    assert "writer-1-aa" not in sweeper.quota.granted
+    assert "writer-1-aa" not in scene.files.read_members()
+    assert sweeper.quota.used_bytes == 2 * RECORD + SILENT
+
+
 # Making room.
 
 
