@@ -468,6 +468,21 @@ def test_who_left_is_charged_until_it_is_counted_and_then_forgotten(tmp_path: Pa
     assert sweeper.quota.used_bytes == 2 * RECORD + SILENT
 
 
+def test_a_count_that_was_asked_for_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(tmp_path / "pool", num_records=2)
+    sweeper = scene.begin("new-1-aa")
+    serve(sweeper)
+    counts = []
+    real = sweep.roots
+    monkeypatch.setattr(sweep, "roots", lambda chunks: counts.append(chunks) or real(chunks))
+    for number in range(1, 3):
+        scene.files.ask_for_count()
+        serve(sweeper, 12)
+        assert len(counts) == number
+
+
 # Making room.
 
 
