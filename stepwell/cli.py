@@ -128,13 +128,12 @@ def _inspect_shared(arguments: argparse.Namespace) -> int:
 
 
 def _erase(arguments: argparse.Namespace) -> int:
-    from stepwell.ops.shared import erase_url
+    from stepwell.ops.shared import erase_roots
+    from stepwell.settings import plural
     from stepwell.tiers.media.urls import MediumUrl
 
-    url = MediumUrl.parse(arguments.url)
-    for text in arguments.root:
-        count = erase_url(url, text)
-        _print(f"root {text}: erased {count} chunk{'s' * (count != 1)}")
+    for root, count in erase_roots(MediumUrl.parse(arguments.url), arguments.root):
+        _print(f"root {root}: erased {plural(count, 'chunk')}")
     return EXIT_OK
 
 
@@ -284,6 +283,7 @@ def _store_directory(text: str) -> Path:
         ConfigError: it is something else.
     """
     from stepwell.settings import without_password
+    from stepwell.tiers.media.marker import MARKER
 
     if "://" in text and not text.startswith("file:"):
         raise ConfigError(
@@ -291,7 +291,7 @@ def _store_directory(text: str) -> Path:
             f"are read: path={without_password(text)!r}"
         )
     path = _directory(text)
-    if (path / "stepwell-pool.json").is_file():
+    if (path / MARKER).is_file():
         raise ConfigError(f"a directory that engines share is named by a url: fs://{path}")
     return path
 

@@ -188,13 +188,13 @@ def _account_sentence(result: DemoResult) -> str:
 
 
 def _missed_sentence(result: DemoResult) -> str:
-    """Says why tokens were computed although they had been written."""
+    """Says why lookups ended; not of how many tokens, as nothing is asked behind a miss."""
     rows = [
-        f"{row.mode} at {row.concurrency}: {tokens} {_MISS_WORDS.get(reason, reason)}"
+        f"{row.mode} at {row.concurrency}, {_MISS_WORDS.get(reason, reason)}"
         for row in result.rows
-        for reason, tokens in row.missed.items()
+        for reason in row.missed
     ]
-    return f"Computed although written: {', '.join(rows)}." if rows else ""
+    return f"Not all that was written was read: {'; '.join(rows)}." if rows else ""
 
 
 def _answers_sentence(result: DemoResult) -> str:

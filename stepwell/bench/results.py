@@ -54,7 +54,8 @@ class Row:
         bytes_read_physical: bytes that the engine's processes had the drive deliver.
         answers_equal: every answer is, token for token, that of recomputation.
         served: of `tokens`, what Stepwell says the tier of this mode served; None in other modes.
-        missed: prompt tokens that Stepwell was asked for and did not serve, by reason.
+        missed: tokens of chunks that Stepwell was asked for and did not serve, by reason; behind
+            the first of a prompt nothing more is asked for.
     """
 
     mode: str

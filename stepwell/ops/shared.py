@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +40,7 @@ __all__ = [
     "MediumReport",
     "PoolReport",
     "PoolRoot",
-    "erase_url",
+    "erase_roots",
     "inspect_pool",
     "inspect_url",
 ]
@@ -147,24 +147,39 @@ def inspect_url(url: MediumUrl) -> PoolReport | MediumReport:
         medium.close()
 
 
-def erase_url(url: MediumUrl, root: str) -> int:
-    """Remove all that a root has in shared storage; returns how many chunks. Blocks.
+def erase_roots(url: MediumUrl, roots: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Remove all that roots have in shared storage. Blocks; joins no pool, so that none is swept
+    by whoever erases.
 
     Args:
         url: of the storage.
-        root: 64 hexadecimal digits.
+        roots: of each 64 hexadecimal digits; nothing is removed if one is wrong.
+
+    Yields:
+        Each when it is done, with the number of its chunks.
 
     Raises:
         ConfigError: it is no such storage, or no root. TierError: it fails; some may be left.
+        OSError: a directory cannot be read.
     """
-    if re.fullmatch(r"[0-9a-f]{64}", root) is None:
-        raise ConfigError(f"a root is 64 hexadecimal digits, lower case: root={root!r:.80}")
+    for root in roots:
+        if re.fullmatch(r"[0-9a-f]{64}", root) is None:
+            raise ConfigError(f"a root is 64 hexadecimal digits, lower case: root={root!r:.80}")
+    if kind_of(url).is_pool:
+        _pool_id(path_of(url))
     medium = open_medium(url, _WITHIN_S)
     try:
-        medium.check()
-        return erase_root(medium, Root(bytes.fromhex(root)))
+        for root in roots:
+            yield root, erase_root(medium, Root(bytes.fromhex(root)))
     finally:
         medium.close()
+
+
+def _pool_id(path: Path) -> str:
+    try:
+        return read_pool_id(path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"no pool lies there; is it mounted? path={path}") from error
 
 
 def inspect_pool(path: Path, kind: str = "fs") -> PoolReport:
@@ -178,11 +193,8 @@ def inspect_pool(path: Path, kind: str = "fs") -> PoolReport:
         ConfigError: it is none. OSError: it cannot be read.
     """
     files = PoolFiles(path)
-    try:
-        pool_id = read_pool_id(path)
-        epoch = files.highest_epoch()
-    except FileNotFoundError as error:
-        raise ConfigError(f"no pool lies there; is it mounted? path={path}") from error
+    pool_id = _pool_id(path)
+    epoch = files.highest_epoch()
     descriptions = _descriptions(files.chunks)
     temp = [seen.size_bytes for seen in files_in(files.temp)]
     status = os.statvfs(path)
@@ -237,6 +249,3 @@ def _root(chunks: str, name: str, identity: Identity | None) -> PoolRoot:
     if not num_chunks:
         return PoolRoot(name, identity, 0, 0, None, None)
     return PoolRoot(name, identity, num_chunks, size_bytes, oldest_ns / 1e9, newest_ns / 1e9)
-
-
-# As values, and in words.

@@ -153,8 +153,8 @@ def test_what_was_written_and_not_served_has_its_reason() -> None:
     assert to_json(a_result(row))["rows"][0]["missed_tokens"] == row.missed  # type: ignore[index]
     words = verdict(a_result(a_row(RECOMPUTE, 4.0), row))
     assert (
-        "Computed although written: disk at 1: 512 since reading was expected to end later "
-        "(read_when), disk at 1: 128 checksum." in words
+        "Not all that was written was read: disk at 1, since reading was expected to end later "
+        "(read_when); disk at 1, checksum." in words
     )
     assert "although" not in verdict(a_result(a_row(RECOMPUTE, 4.0), a_row(DISK, 0.2)))
 

@@ -245,12 +245,8 @@ class FsMedium:
 
     def read(self, wanted: Sequence[Wanted], within_s: float) -> list[Page | ChunkResult]:
         """See `stepwell.tiers.media.base.Medium.read`."""
-        give_up_s = time.monotonic() + within_s
-        self._ready(within_s)  # it is the mover that has to be
         paths = [self._path(each.key) for each in wanted]
-        return self._mover.read(
-            paths, [each.payload for each in wanted], give_up_s - time.monotonic()
-        )
+        return self._mover.read(paths, [each.payload for each in wanted], within_s)
 
     def write(self, records: Sequence[Record], within_s: float) -> list[ChunkResult]:
         """See `stepwell.tiers.media.base.Medium.write`."""

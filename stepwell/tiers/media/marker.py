@@ -18,9 +18,11 @@ from stepwell.errors import ConfigError
 from stepwell.tiers.errnos import NO_LINKS, NO_ROOM_LEFT
 from stepwell.tiers.files import is_there, read_small_text
 
-__all__ = ["check_user", "make_pool", "read_pool_id"]
+__all__ = ["MARKER", "check_user", "make_pool", "read_pool_id"]
 
-_MARKER = "stepwell-pool.json"
+MARKER = "stepwell-pool.json"
+"""The name of the file that makes a directory a pool."""
+
 _FORMAT = 1
 _POOL_ID = re.compile(r"[0-9a-f]{32}")
 _WAIT_FOR_TEXT_S = 5.0
@@ -39,7 +41,7 @@ def make_pool(path: Path, capacity_bytes: int) -> None:
         ConfigError: something else lies there, or it looks like the place of a mount.
         OSError: from the system.
     """
-    marker = f"{path}/{_MARKER}"
+    marker = f"{path}/{MARKER}"
     # In this order: one that somebody else makes meanwhile has its marker from the start.
     is_new = not is_there(path)
     if is_there(marker):
@@ -78,7 +80,7 @@ def read_pool_id(path: Path) -> str:
         ConfigError: the marker is of another version, or damaged; what to do is said.
         OSError: there is none, or it cannot be read.
     """
-    marker = f"{path}/{_MARKER}"
+    marker = f"{path}/{MARKER}"
     try:
         says = json.loads(read_small_text(marker))
     except (ValueError, RecursionError):
@@ -104,11 +106,11 @@ def _make_whole(part: Path, path: Path, text: str) -> None:
     """A pool's directory appears with its marker in it, whoever else makes one."""
     part.mkdir()
     try:
-        _write_new(f"{part}/{_MARKER}", text)
+        _write_new(f"{part}/{MARKER}", text)
         os.rename(part, path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            os.unlink(part / _MARKER)
+            os.unlink(part / MARKER)
         with contextlib.suppress(OSError):
             os.rmdir(part)
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody was faster
@@ -166,7 +168,7 @@ def _is_directory(path: Path) -> bool:
 
 
 def _is_nobodys(name: str) -> bool:
-    return name in _NOBODYS or name.startswith(_MARKER)
+    return name in _NOBODYS or name.startswith(MARKER)
 
 
 def check_user(path: Path, folder: str) -> None:
@@ -183,7 +185,7 @@ def check_user(path: Path, folder: str) -> None:
         ConfigError: it belongs to another user. OSError: from the system.
     """
     name = f"check-user-{secrets.token_hex(8)}"
-    owner = os.lstat(f"{path}/{_MARKER}").st_uid
+    owner = os.lstat(f"{path}/{MARKER}").st_uid
     probe = f"{folder if is_there(folder) else path}/{name}"
     try:
         fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -209,7 +209,7 @@ class Sweeper:
             self._renew()
             self._meet_members(now_ns, is_full=is_full)
             self._work(now_ns)
-            self.quota.grant(self._alive, self._room_bytes())
+            self.quota.grant(self._alive, self._room_bytes(self._free_bytes()))
             if self._tell_is_due():
                 self._tell()
         except OSError as error:
@@ -296,8 +296,9 @@ class Sweeper:
         # For what is charged and not there few records leave, however many members are killed one
         # after the other; a count may show that it is not.
         unused_bytes = max(0, self.quota.unused_bytes(self._members, silent) - low_bytes)
-        room_bytes = self._room_bytes(unused_bytes)
-        is_charged = self._room_bytes() < max(low_bytes, wanted_bytes) <= room_bytes
+        free_bytes = self._free_bytes()
+        room_bytes = self._room_bytes(free_bytes, unused_bytes)
+        is_charged = self._room_bytes(free_bytes) < max(low_bytes, wanted_bytes) <= room_bytes
         is_short = self.evicted_bytes < self._short_until_bytes
         if room_bytes < max(low_bytes, wanted_bytes) or is_short:
             self._evicting = self.quota.counted_bytes is not None
@@ -329,10 +330,13 @@ class Sweeper:
             or self._files.count_asked_ns() != self._count_asked_ns
         )
 
-    def _room_bytes(self, unused_bytes: int = 0) -> int:
-        """What may be granted; or what there is if so much of what was is not used."""
+    def _free_bytes(self) -> int:
+        """What the file system has, beyond what is left free."""
         status = os.statvfs(self._files.sweeps)
-        free_bytes = status.f_bavail * status.f_frsize - self._limits.min_free_bytes
+        return status.f_bavail * status.f_frsize - self._limits.min_free_bytes
+
+    def _room_bytes(self, free_bytes: int, unused_bytes: int = 0) -> int:
+        """What may be granted; or what there is if so much of what was is not used."""
         outstanding_bytes = sum(
             max(0, self.quota.granted.get(name, 0) - member.written_bytes)
             for name, member in self._members.items()

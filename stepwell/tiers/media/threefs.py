@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,13 +67,15 @@ class _ThreeFsMover:
 
     def __init__(self, api: str) -> None:
         self._api = api
+        self._lock = threading.Lock()
         self._mover: Mover | None = None
         self._kept: list[_Rings] = []
 
     def check(self, folder: str) -> None:
         """See `stepwell.tiers.media.movers.Mover.check`."""
-        if not isinstance(self._mover, TransferMover):
-            self._mover = self._chosen(folder)
+        with self._lock:
+            if not isinstance(self._mover, TransferMover):
+                self._mover = self._chosen(folder)
         self._mover.check(folder)
 
     def _chosen(self, folder: str) -> Mover:
@@ -107,23 +110,28 @@ class _ThreeFsMover:
         self, paths: Sequence[str], payloads: Sequence[memoryview], within_s: float
     ) -> list[Page | ChunkResult]:
         """See `stepwell.tiers.media.movers.Mover.read`."""
-        return self._ready().read(paths, payloads, within_s)
+        return self._ready(paths).read(paths, payloads, within_s) if paths else []
 
     def write(
         self, paths: Sequence[str], records: Sequence[Record], within_s: float
     ) -> list[ChunkResult]:
         """See `stepwell.tiers.media.movers.Mover.write`."""
-        return self._ready().write(paths, records, within_s)
+        return self._ready(paths).write(paths, records, within_s) if paths else []
 
     def close(self) -> None:
         """See `stepwell.tiers.media.movers.Mover.close`."""
         if self._mover is not None:
             self._mover.close()
 
-    def _ready(self) -> Mover:
-        if self._mover is None:
-            raise TierError("the directory is not open")
-        return self._mover
+    def _ready(self, paths: Sequence[str]) -> Mover:
+        """The way; of what was not checked yet it is chosen now, by where the records lie."""
+        with self._lock:
+            if self._mover is None:
+                try:
+                    self._mover = self._chosen(os.path.dirname(paths[0]))
+                except ConfigError as error:
+                    raise TierError(str(error)) from error
+            return self._mover
 
 
 @dataclass(slots=True)
