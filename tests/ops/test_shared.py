@@ -229,6 +229,11 @@ def test_erasing_a_root(
     for wrong in ("ab", one.upper(), "../" + one[3:]):
         assert cli.main(["erase", url, wrong]) == 2
         assert "64 hexadecimal digits" in capsys.readouterr().err
+    (tmp_path / "else").mkdir()
+    assert cli.main(["erase", f"fs://{tmp_path}/else?capacity=8MiB", two]) == 2
+    assert "no pool lies there" in capsys.readouterr().err
+    assert list((tmp_path / "else").iterdir()) == [], "erasing makes no pool"
+    assert len(inspect_pool(tmp_path / "pool").members) == 1, "and joins none"
     assert cli.main(["erase", f"file://{tmp_path}/kv", two]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
