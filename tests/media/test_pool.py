@@ -569,6 +569,8 @@ def test_opening_on_a_file_system_that_hangs(site: FsSite, close: Close) -> None
     for _ in range(3):
         with pytest.raises(TierError, match="does not answer"):
             medium.check()
+        with pytest.raises(TierError, match="does not answer"):  # and nobody reads there meanwhile
+            medium.read([Wanted(key_of(1), buffer_of(4096))], LONG_S)
     assert time.monotonic() - began_s < LONG_S
     names = [thread.name for thread in threading.enumerate()]
     assert names.count("stepwell-pool-open") == 1, "one waits for all"

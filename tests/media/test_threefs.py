@@ -469,7 +469,7 @@ def test_a_pool_is_the_same_as_with_fs(usrbio: Any, tmp_path: Path, writer: str)
 def test_what_is_there_can_be_read_without_a_check(
     request: pytest.FixtureRequest, tmp_path: Path, library: bool
 ) -> None:
-    """As by a tool, and by an engine that was started while the file system was away."""
+    """As by a tool, which joins no pool."""
     if library:
         request.getfixturevalue("usrbio")
     writer = medium_at(tmp_path / "pool")

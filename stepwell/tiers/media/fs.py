@@ -245,8 +245,15 @@ class FsMedium:
 
     def read(self, wanted: Sequence[Wanted], within_s: float) -> list[Page | ChunkResult]:
         """See `stepwell.tiers.media.base.Medium.read`."""
+        give_up_s = time.monotonic() + within_s
+        if self._opening is not None:
+            # An engine's: until it is a member, what may hang has a thread of its own. A tool
+            # has not begun to join, and is not to.
+            self._ready(within_s)
         paths = [self._path(each.key) for each in wanted]
-        return self._mover.read(paths, [each.payload for each in wanted], within_s)
+        return self._mover.read(
+            paths, [each.payload for each in wanted], give_up_s - time.monotonic()
+        )
 
     def write(self, records: Sequence[Record], within_s: float) -> list[ChunkResult]:
         """See `stepwell.tiers.media.base.Medium.write`."""

@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,15 +66,13 @@ class _ThreeFsMover:
 
     def __init__(self, api: str) -> None:
         self._api = api
-        self._lock = threading.Lock()
         self._mover: Mover | None = None
         self._kept: list[_Rings] = []
 
     def check(self, folder: str) -> None:
         """See `stepwell.tiers.media.movers.Mover.check`."""
-        with self._lock:
-            if not isinstance(self._mover, TransferMover):
-                self._mover = self._chosen(folder)
+        if not isinstance(self._mover, TransferMover):
+            self._mover = self._chosen(folder)
         self._mover.check(folder)
 
     def _chosen(self, folder: str) -> Mover:
@@ -124,14 +121,13 @@ class _ThreeFsMover:
             self._mover.close()
 
     def _ready(self, paths: Sequence[str]) -> Mover:
-        """The way; of what was not checked yet it is chosen now, by where the records lie."""
-        with self._lock:
-            if self._mover is None:
-                try:
-                    self._mover = self._chosen(os.path.dirname(paths[0]))
-                except ConfigError as error:
-                    raise TierError(str(error)) from error
-            return self._mover
+        """The way; a tool, which checks nothing, has it chosen now, by where the records lie."""
+        if self._mover is None:
+            try:
+                self._mover = self._chosen(os.path.dirname(paths[0]))
+            except ConfigError as error:
+                raise TierError(str(error)) from error
+        return self._mover
 
 
 @dataclass(slots=True)
